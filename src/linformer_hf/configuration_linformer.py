@@ -1,0 +1,177 @@
+"""Configuration of the Linformer family (https://arxiv.org/abs/2006.04768)."""
+
+from typing import ClassVar, Literal
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+
+# What a saved folder's `config.json` says about the code beside it, one entry per Auto class.
+AUTO_MAP = {
+    "AutoConfig": "configuration_linformer.LinformerConfig",
+    "AutoModel": "modeling_linformer.LinformerModel",
+    "AutoModelForMaskedLM": "modeling_linformer.LinformerForMaskedLM",
+    "AutoModelForSequenceClassification": "modeling_linformer.LinformerForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_linformer.LinformerForTokenClassification",
+    "AutoModelForQuestionAnswering": "modeling_linformer.LinformerForQuestionAnswering",
+    "AutoModelForMultipleChoice": "modeling_linformer.LinformerForMultipleChoice",
+}
+
+
+@strict
+class LinformerConfig(PreTrainedConfig):
+    r"""Configuration of a Linformer encoder.
+
+    The fields that RoBERTa has too mean the same here, but for `max_position_embeddings`. The defaults are
+    RoBERTa-base with the best row of the paper's Table 2 (n = 512, k = 256, one projection for all layers).
+
+    Args:
+        vocab_size (`int`, defaults to 50265): Number of tokens in the vocabulary.
+        hidden_size (`int`, defaults to 768): Width of the layers, c in the paper's notation. A multiple of
+            `num_attention_heads`.
+        num_hidden_layers (`int`, defaults to 12): Number of layers.
+        num_attention_heads (`int`, defaults to 12): Number of heads of each layer, h.
+        intermediate_size (`int`, defaults to 3072): Width of the feed-forward layers.
+        hidden_act (`str`, defaults to `"gelu"`): Activation of the feed-forward layers and of the masked-LM head.
+        hidden_dropout_prob (`float`, defaults to 0.1): Dropout of embeddings, attention outputs and feed-forward
+            outputs.
+        attention_probs_dropout_prob (`float`, defaults to 0.1): Dropout of the attention probabilities.
+        max_position_embeddings (`int`, defaults to 512): The longest input in tokens, n. Unlike RoBERTa's it holds no
+            offset of 2.
+        type_vocab_size (`int`, defaults to 1): Number of token types.
+        initializer_range (`float`, defaults to 0.02): Standard deviation of the initial weights.
+        layer_norm_eps (`float`, defaults to 1e-5): Epsilon of the layer normalizations.
+        pad_token_id (`int`, defaults to 1), bos_token_id (`int`, defaults to 0), eos_token_id (`int`, defaults to 2):
+            The special tokens.
+        classifier_dropout (`float`, *optional*): Dropout of the classification heads; `hidden_dropout_prob` if not
+            set.
+        tie_word_embeddings (`bool`, defaults to `True`): Whether the masked-LM head uses the word embeddings.
+        projected_length (`int` or `list[int]`, defaults to 256): Number of positions k that keys and values are
+            projected to, from 1 to `max_position_embeddings`; a list holds one value per layer.
+        projection_type (`str`, defaults to `"linear"`): `"linear"` learns a k×n matrix, `"random"` keeps a fixed
+            Johnson-Lindenstrauss matrix, `"convolution"` learns a depthwise convolution, `"mean_pooling"` and
+            `"max_pooling"` pool windows and have no weights.
+        projection_sharing (`str`, defaults to `"layerwise"`): Section 4 of the paper. `"none"`: key and value
+            projections for each head; `"headwise"`: for each layer; `"key_value"`: one projection per layer for keys
+            and values; `"layerwise"`: one projection for the whole model. Makes no difference for pooling.
+        projection_initializer (`str`, defaults to `"mean_pooling"`): Start of the learned projections: mean pooling
+            over n/k tokens plus noise of standard deviation 0.002, or `"normal"`, N(0, `initializer_range`²).
+        projection_bias (`bool`, defaults to `False`): Adds a learned bias of length k to `"linear"` projections, as
+            the authors' code does where one projection serves all layers. Not for `projection_sharing="none"`.
+        freeze_projections (`bool`, defaults to `False`): Whether the projections are left out of training.
+        projection_seed (`int`, defaults to 0): Seed of the `"random"` projections.
+        norm_first (`bool`, defaults to `False`): Whether layer normalization comes before attention and feed-forward
+            (pre-LayerNorm), with a final one after the last layer.
+
+    Raises:
+        huggingface_hub.errors.StrictDataclassError: If a field or a combination of fields is not possible; the message
+            names the field, its value and what is allowed.
+
+    Example:
+        ```python
+        >>> from linformer_hf import LinformerConfig, LinformerModel
+
+        >>> config = LinformerConfig(max_position_embeddings=4096, projected_length=128)
+        >>> model = LinformerModel(config)
+        ```
+    """
+
+    model_type = "linformer"
+    keys_to_ignore_at_inference: ClassVar = ["hidden_states", "attentions"]
+    base_model_tp_plan: ClassVar = {
+        "encoder.layer.*.attention.self.query": "colwise",
+        "encoder.layer.*.attention.self.key": "colwise",
+        "encoder.layer.*.attention.self.value": "colwise",
+        "encoder.layer.*.attention.output.dense": "rowwise",
+        "encoder.layer.*.intermediate.dense": "colwise",
+        "encoder.layer.*.output.dense": "rowwise",
+    }
+    # Saving a configuration or a model copies its code into the folder.
+    _auto_class: ClassVar = "AutoConfig"
+
+    vocab_size: int = 50265
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    hidden_act: str = "gelu"
+    hidden_dropout_prob: float | int = 0.1
+    attention_probs_dropout_prob: float | int = 0.1
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 1
+    initializer_range: float = 0.02
+    layer_norm_eps: float = 1e-5
+    pad_token_id: int | None = 1
+    bos_token_id: int | None = 0
+    eos_token_id: int | list[int] | None = 2
+    classifier_dropout: float | int | None = None
+    tie_word_embeddings: bool = True
+    is_decoder: bool = False
+    add_cross_attention: bool = False
+    projected_length: int | list[int] = 256
+    projection_type: Literal["linear", "random", "mean_pooling", "max_pooling", "convolution"] = "linear"
+    projection_sharing: Literal["none", "headwise", "key_value", "layerwise"] = "layerwise"
+    projection_initializer: Literal["mean_pooling", "normal"] = "mean_pooling"
+    projection_bias: bool = False
+    freeze_projections: bool = False
+    projection_seed: int = 0
+    norm_first: bool = False
+
+    @property
+    def projected_lengths(self) -> list[int]:
+        """The projected length of each layer."""
+        if isinstance(self.projected_length, int):
+            return [self.projected_length] * self.num_hidden_layers
+        return list(self.projected_length)
+
+    def validate_architecture(self) -> None:
+        """Refuses fields that do not go together.
+
+        Raises:
+            ValueError: With the field, its value and what is allowed.
+        """
+        for name in ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "type_vocab_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` is {getattr(self, name)}, but must be at least 1")
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"`hidden_size` is {self.hidden_size}, but must be a multiple of `num_attention_heads`, which is "
+                f"{self.num_attention_heads}"
+            )
+        for name in ("is_decoder", "add_cross_attention"):
+            if getattr(self, name):
+                raise ValueError(
+                    f"`{name}` is True, but must be False: each of Linformer's projected positions mixes all tokens, "
+                    "later ones too, so it cannot be causal. It can be the encoder of an `EncoderDecoderModel`"
+                )
+        self._validate_projections()
+
+    def _validate_projections(self) -> None:
+        n, k = self.max_position_embeddings, self.projected_length
+        if isinstance(k, list) and len(k) != self.num_hidden_layers:
+            raise ValueError(
+                f"`projected_length` is {k}, a list of {len(k)}, but must be one int or a list of "
+                f"`num_hidden_layers` = {self.num_hidden_layers} ints"
+            )
+        for length in self.projected_lengths:
+            if not 1 <= length <= n:
+                raise ValueError(
+                    f"`projected_length` is {k}, but must be from 1 to `max_position_embeddings`, which is {n}: lower "
+                    "`projected_length` or raise `max_position_embeddings`"
+                )
+        if self.projection_sharing == "layerwise" and len(set(self.projected_lengths)) > 1:
+            raise ValueError(
+                f"`projected_length` is {k}, but `projection_sharing='layerwise'` uses one projection in all layers: "
+                "give one int, or share 'key_value', 'headwise' or 'none'"
+            )
+        if self.projection_bias and (self.projection_type != "linear" or self.projection_sharing == "none"):
+            raise ValueError(
+                "`projection_bias` is True, but only `projection_type='linear'` with `projection_sharing` 'headwise', "
+                f"'key_value' or 'layerwise' has one; here are {self.projection_type!r} and "
+                f"{self.projection_sharing!r}"
+            )
+        if self.projection_seed < 0:
+            raise ValueError(f"`projection_seed` is {self.projection_seed}, but must be at least 0")
+
+
+__all__ = ["LinformerConfig"]

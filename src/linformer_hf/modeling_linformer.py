@@ -1,0 +1,665 @@
+"""Linformer: Self-Attention with Linear Complexity (https://arxiv.org/abs/2006.04768) for Transformers.
+
+The file reads from the parts to the whole: embeddings, attention, layer, encoder, model, heads. Shapes are written
+with b batch, n tokens, k projected positions, h heads, d head size, c hidden size.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.loss.loss_utils import fixed_cross_entropy
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    MaskedLMOutput,
+    MultipleChoiceModelOutput,
+    QuestionAnsweringModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.utils.generic import can_return_tuple, is_flash_attention_requested, merge_with_config_defaults
+from transformers.utils.import_utils import is_tracing
+from transformers.utils.output_capturing import capture_outputs
+
+from .configuration_linformer import AUTO_MAP, LinformerConfig
+from .projections_linformer import PROJECTIONS, Padding, Projection
+
+
+# Arguments of batches that hold several sequences in one row, as padding-free collators make them.
+PACKED_SEQUENCE_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+class LinformerEmbeddings(nn.Module):
+    """Sum of word, position and token type embeddings. Positions count real tokens, from 0."""
+
+    def __init__(self, config: LinformerConfig):
+        super().__init__()
+        self.word_embeddings: nn.Module = nn.Embedding(
+            config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id
+        )
+        self.position_embeddings = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        token_type_ids: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None,
+        attention_mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Embeds tokens (b, n) or takes their embeddings (b, n, c)."""
+        if inputs_embeds is None:
+            inputs_embeds = self.word_embeddings(input_ids)
+        if attention_mask is not None:
+            # NaN or inf in the padding would reach the gradients of the layers' weights
+            inputs_embeds = torch.where(attention_mask[..., None], inputs_embeds, 0.0)
+        if position_ids is None:
+            if attention_mask is None:
+                position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)
+            else:
+                position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+        if token_type_ids is None:
+            token_types = self.token_type_embeddings.weight[0]
+        else:
+            token_types = self.token_type_embeddings(token_type_ids)
+        embeddings = inputs_embeds + self.position_embeddings(position_ids) + token_types
+        return self.dropout(self.LayerNorm(embeddings))
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention of queries (b, h, n, d); gives (b, n, h, d) and probabilities (b, h, n, k)."""
+    scores = torch.matmul(query * scaling, key.transpose(2, 3))
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    probabilities = nn.functional.softmax(scores, dim=-1)
+    probabilities = nn.functional.dropout(probabilities, p=dropout, training=module.training)
+    return torch.matmul(probabilities, value).transpose(1, 2).contiguous(), probabilities
+
+
+def build_projection(config: LinformerConfig, layer_idx: int, role: int = 0) -> Projection:
+    """Makes the projection of a layer's keys, or keys and values (role 0), or values (role 1); -1 is the model's."""
+    projection = PROJECTIONS[config.projection_type](config, config.projected_lengths[layer_idx], layer_idx, role)
+    projection.requires_grad_(not config.freeze_projections)
+    return projection
+
+
+class LinformerSelfAttention(nn.Module):
+    """Attention of n queries over k projected keys and values (equation 7 of the paper)."""
+
+    def __init__(self, config: LinformerConfig, layer_idx: int):
+        super().__init__()
+        self.config = config
+        self.head_size = config.hidden_size // config.num_attention_heads
+        self.scaling = self.head_size**-0.5
+        self.attention_dropout = config.attention_probs_dropout_prob
+        self.is_causal = False  # sdpa would assume a causal model where no mask is passed
+        self.query = nn.Linear(config.hidden_size, config.hidden_size)
+        self.key = nn.Linear(config.hidden_size, config.hidden_size)
+        self.value = nn.Linear(config.hidden_size, config.hidden_size)
+        # Every weight has one owner: the layerwise projection is the encoder's and comes as an argument. Pooling has
+        # no weights, and so keys and values share it.
+        has_weights = config.projection_type not in ("mean_pooling", "max_pooling")
+        self.per_head = has_weights and config.projection_sharing == "none"
+        separate = has_weights and config.projection_sharing in ("none", "headwise")
+        layerwise = config.projection_sharing == "layerwise"
+        self.key_projection = None if layerwise else build_projection(config, layer_idx, role=0)
+        self.value_projection = build_projection(config, layer_idx, role=1) if separate else None
+
+    def project(
+        self, hidden_states: torch.Tensor, padding: Padding | None, shared_projection: Projection | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Keys and values (b, k, c) of hidden states (b, n, c), and what is added to the scores, if anything."""
+        projections = (self.key_projection, self.value_projection, shared_projection)
+        key_projection, *_, value_projection = 2 * [projection for projection in projections if projection is not None]
+        if self.per_head:
+            # W comes first, or each head would project all c channels; the bias stays behind the projection
+            keys, slot_bias = key_projection(self.key(hidden_states) - self.key.bias, padding)
+            values, _ = value_projection(self.value(hidden_states) - self.value.bias, padding)
+            return keys + self.key.bias, values + self.value.bias, slot_bias
+        # E(XW)+b = (EX)W+b, and so k rows instead of n go through W
+        projected, slot_bias = key_projection(hidden_states, padding)
+        keys = self.key(projected)
+        if value_projection is not key_projection:
+            projected, _ = value_projection(hidden_states, padding)
+        return keys, self.value(projected), slot_bias
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        padding: Padding | None = None,
+        shared_projection: Projection | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Gives (b, n, c) and, with eager attention, the probabilities (b, h, n, k)."""
+        query = self.split_heads(self.query(hidden_states))
+        key, value, slot_bias = self.project(hidden_states, padding, shared_projection)
+        if slot_bias is not None:
+            if is_flash_attention_requested(self.config):
+                raise ValueError(
+                    f"`attn_implementation` is {self.config._attn_implementation!r}, which cannot add a bias to the "
+                    f"scores as `projection_type={self.config.projection_type!r}` needs for this input: use 'sdpa'"
+                )
+            slot_bias = slot_bias.to(query.dtype).expand(-1, -1, query.shape[2], -1)
+        attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        attention_output, attention_weights = attention_interface(
+            self,
+            query,
+            self.split_heads(key),
+            self.split_heads(value),
+            slot_bias,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            **kwargs,
+        )
+        return attention_output.flatten(2), attention_weights
+
+    def split_heads(self, states: torch.Tensor) -> torch.Tensor:
+        """A view (b, h, n, d) of (b, n, c)."""
+        return states.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+
+
+class LinformerOutput(nn.Module):
+    """The end of both halves of a layer: dense, dropout, residual, and LayerNorm unless that came first."""
+
+    def __init__(self, config: LinformerConfig, input_size: int):
+        super().__init__()
+        self.dense = nn.Linear(input_size, config.hidden_size)
+        self.LayerNorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.norm_first = config.norm_first
+
+    def before(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What the half's first module takes."""
+        return self.LayerNorm(hidden_states) if self.norm_first else hidden_states
+
+    def forward(self, hidden_states: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """Gives (b, n, c) of (b, n, input_size) and the half's input (b, n, c)."""
+        hidden_states = self.dropout(self.dense(hidden_states)) + residual
+        return hidden_states if self.norm_first else self.LayerNorm(hidden_states)
+
+
+class LinformerAttention(nn.Module):
+    """Self-attention with its output layer."""
+
+    def __init__(self, config: LinformerConfig, layer_idx: int):
+        super().__init__()
+        self.self = LinformerSelfAttention(config, layer_idx)
+        self.output = LinformerOutput(config, config.hidden_size)
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Gives (b, n, c)."""
+        context, _ = self.self(self.output.before(hidden_states), **kwargs)
+        return self.output(context, hidden_states)
+
+
+class LinformerIntermediate(nn.Module):
+    """The first half of the feed-forward."""
+
+    def __init__(self, config: LinformerConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.activation = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Gives (b, n, intermediate_size)."""
+        return self.activation(self.dense(hidden_states))
+
+
+class LinformerLayer(GradientCheckpointingLayer):
+    """Attention and feed-forward."""
+
+    def __init__(self, config: LinformerConfig, layer_idx: int):
+        super().__init__()
+        self.attention = LinformerAttention(config, layer_idx)
+        self.intermediate = LinformerIntermediate(config)
+        self.output = LinformerOutput(config, config.intermediate_size)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        padding: Padding | None = None,
+        shared_projection: Projection | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Gives (b, n, c)."""
+        hidden_states = self.attention(hidden_states, padding=padding, shared_projection=shared_projection, **kwargs)
+        return self.output(self.intermediate(self.output.before(hidden_states)), hidden_states)
+
+
+class LinformerEncoder(nn.Module):
+    """The stack of layers; owns the projection that all of them share, if they do."""
+
+    def __init__(self, config: LinformerConfig):
+        super().__init__()
+        self.shared_projection = build_projection(config, -1) if config.projection_sharing == "layerwise" else None
+        self.layer = nn.ModuleList(LinformerLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
+        self.LayerNorm = (
+            nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if config.norm_first else nn.Identity()
+        )
+
+    def forward(self, hidden_states: torch.Tensor, padding: Padding | None, **kwargs: Any) -> torch.Tensor:
+        """Gives (b, n, c)."""
+        for layer in self.layer:
+            hidden_states = layer(hidden_states, padding=padding, shared_projection=self.shared_projection, **kwargs)
+        return self.LayerNorm(hidden_states)
+
+
+class LinformerPreTrainedModel(PreTrainedModel):
+    """What all models of the family have in common: initial weights, loading and saving."""
+
+    config: LinformerConfig
+    base_model_prefix = "linformer"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["LinformerEmbeddings", "LinformerLayer"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_record_outputs = {
+        "hidden_states": LinformerLayer,
+        "attentions": LinformerSelfAttention,
+    }
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, Projection):
+            module.reset_parameters()
+
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        super()._initialize_weights(module, is_custom_code)
+        if isinstance(module, Projection) and self.config.freeze_projections:
+            module.requires_grad_(False)  # from_pretrained puts new parameters in their place
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Saves weights, configuration and code, so that the folder loads where this package is not installed.
+
+        Args:
+            save_directory: The folder.
+            *args: As `PreTrainedModel.save_pretrained`.
+            **kwargs: As `PreTrainedModel.save_pretrained`.
+        """
+        self.config.auto_map = dict(AUTO_MAP)
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+
+def _only_one(input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
+    """The one of the two that is given."""
+    if input_ids is not None and inputs_embeds is None:
+        return input_ids
+    if inputs_embeds is not None and input_ids is None:
+        return inputs_embeds
+    raise ValueError(
+        f"Give either `input_ids` or `inputs_embeds`; {'neither' if input_ids is None else 'both'} was given"
+    )
+
+
+class LinformerModel(LinformerPreTrainedModel):
+    """The encoder without a head; its output are the hidden states of all tokens."""
+
+    _auto_class = "AutoModel"
+
+    def __init__(self, config: LinformerConfig):
+        super().__init__(config)
+        config.validate_architecture()  # fields may have been set after construction
+        self.gradient_checkpointing = False
+        self.embeddings = LinformerEmbeddings(config)
+        self.encoder = LinformerEncoder(config)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The word embeddings."""
+        return self.embeddings.word_embeddings
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replaces the word embeddings."""
+        self.embeddings.word_embeddings = value
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutput:
+        """Encodes a batch of sequences.
+
+        Args:
+            input_ids: (b, n), token ids; n is at most `config.max_position_embeddings`.
+            attention_mask: (b, n), 1 at real tokens and 0 at padding, which may be anywhere. Outputs at real tokens
+                depend on real tokens alone; outputs at padding mean nothing.
+            token_type_ids: (b, n), all 0 if not given.
+            position_ids: (b, n) or (n), which position embeddings to use; real tokens are counted from 0 if not given.
+            inputs_embeds: (b, n, c), in place of `input_ids`.
+            **kwargs: `output_hidden_states`, `output_attentions` (probabilities (b, h, n, k), with
+                `attn_implementation="eager"`), `return_dict`.
+
+        Returns:
+            `last_hidden_state` (b, n, c).
+
+        Raises:
+            ValueError: If both or neither of `input_ids` and `inputs_embeds` are given, the input is too long, the
+                mask is not a 0/1 mask of shape (b, n), or several sequences are packed in one row.
+        """
+        for name in PACKED_SEQUENCE_ARGUMENTS:
+            if kwargs.get(name) is not None:
+                raise ValueError(
+                    f"`{name}` was given, but a row holds one sequence here, since a projection mixes all tokens of "
+                    "a row: pad the sequences and give `attention_mask`"
+                )
+        shape = _only_one(input_ids, inputs_embeds).shape[:2]
+        if shape[1] > self.config.max_position_embeddings:
+            raise ValueError(
+                f"The input has {shape[1]} tokens, but the longest that this model takes is "
+                f"`max_position_embeddings` = {self.config.max_position_embeddings}: truncate it (a tokenizer does "
+                f"with `truncation=True, max_length={self.config.max_position_embeddings}`), split it, or use a "
+                "longer model"
+            )
+        attention_mask = self._real_tokens(attention_mask, shape)
+        if attention_mask is None and input_ids is not None:
+            self.warn_if_padding_and_no_attention_mask(input_ids, attention_mask)
+        padding = None if attention_mask is None else Padding.from_mask(attention_mask)
+        hidden_states = self.embeddings(input_ids, token_type_ids, position_ids, inputs_embeds, attention_mask)
+        return BaseModelOutput(last_hidden_state=self.encoder(hidden_states, padding, **kwargs))
+
+    def _real_tokens(self, mask: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """The mask (b, n) as bool, or `None` where all tokens are real."""
+        if mask is None:
+            return None
+        if not isinstance(mask, torch.Tensor) or mask.shape != shape:
+            raise ValueError(
+                f"`attention_mask` has the shape {tuple(getattr(mask, 'shape', ()))}, but must be a tensor (batch, "
+                f"tokens) = {tuple(shape)}, 1 at real tokens and 0 at padding: which token sees which cannot be chosen"
+            )
+        if is_tracing(mask):
+            return mask.bool()
+        if mask.is_floating_point() and not ((mask == 0) | (mask == 1)).all():
+            raise ValueError(
+                f"`attention_mask` has values from {mask.min().item()} to {mask.max().item()}, but must be 1 at real "
+                "tokens and 0 at padding: give the mask that the tokenizer gives, not one to be added to scores"
+            )
+        mask = mask.bool()
+        return None if mask.all() else mask
+
+
+def _first_real_token(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """(b, c) of (b, n, c)."""
+    if attention_mask is None:
+        return hidden_states[:, 0]
+    first = attention_mask.int().argmax(dim=1)
+    return hidden_states[torch.arange(hidden_states.shape[0], device=hidden_states.device), first]
+
+
+class LinformerLMHead(nn.Module):
+    """Scores of all words for each token."""
+
+    def __init__(self, config: LinformerConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.activation = ACT2FN[config.hidden_act]
+        self.layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Gives (b, n, vocab_size)."""
+        return self.decoder(self.layer_norm(self.activation(self.dense(hidden_states))))
+
+
+class LinformerForMaskedLM(LinformerPreTrainedModel):
+    """Linformer with a masked language modeling head."""
+
+    _auto_class = "AutoModelForMaskedLM"
+    _tied_weights_keys = {"lm_head.decoder.weight": "linformer.embeddings.word_embeddings.weight"}
+
+    def __init__(self, config: LinformerConfig):
+        super().__init__(config)
+        self.linformer = LinformerModel(config)
+        self.lm_head = LinformerLMHead(config)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """The layer that gives the scores of the words."""
+        return self.lm_head.decoder
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        """Replaces the layer that gives the scores of the words."""
+        self.lm_head.decoder = new_embeddings
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> MaskedLMOutput:
+        """As `LinformerModel`, with `logits` (b, n, vocab_size) and the mean loss of `labels` (b, n) but -100."""
+        outputs = self.linformer(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
+        )
+        logits = self.lm_head(outputs.last_hidden_state)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+        return MaskedLMOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class LinformerClassificationHead(nn.Module):
+    """Scores of a sequence, from its first token."""
+
+    def __init__(self, config: LinformerConfig, num_labels: int):
+        super().__init__()
+        dropout = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size)
+        self.dropout = nn.Dropout(dropout)
+        self.out_proj = nn.Linear(config.hidden_size, num_labels)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Gives (b, num_labels) of (b, c)."""
+        hidden_states = torch.tanh(self.dense(self.dropout(hidden_states)))
+        return self.out_proj(self.dropout(hidden_states))
+
+
+class LinformerForSequenceClassification(LinformerPreTrainedModel):
+    """Linformer with a head for classification (one label or several) or regression of sequences."""
+
+    _auto_class = "AutoModelForSequenceClassification"
+
+    def __init__(self, config: LinformerConfig):
+        super().__init__(config)
+        self.linformer = LinformerModel(config)
+        self.classifier = LinformerClassificationHead(config, config.num_labels)  # type: ignore[arg-type]  # set there
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> SequenceClassifierOutput:
+        """As `LinformerModel`, with `logits` (b, num_labels) and the loss of `labels`.
+
+        `config.problem_type` says which loss; if unset, labels are numbers where `num_labels` is 1, else classes (b,)
+        if they are integers, else (b, num_labels) of 0 and 1.
+        """
+        outputs = self.linformer(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
+        )
+        logits = self.classifier(_first_real_token(outputs.last_hidden_state, attention_mask))
+        loss = None
+        if labels is not None:
+            loss = _sequence_loss(labels, logits, self.config, self.loss_function, **kwargs)
+        return SequenceClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+def _sequence_loss(
+    labels: torch.Tensor, logits: torch.Tensor, config: LinformerConfig, loss_function: Callable, **kwargs: Any
+) -> torch.Tensor:
+    """Transformers' loss, summed over accumulated batches by `num_items_in_batch` for every kind of label."""
+    loss = loss_function(labels=labels, pooled_logits=logits, config=config, **kwargs)
+    num_items = kwargs.get("num_items_in_batch")
+    if config.problem_type == "single_label_classification" or num_items is None:
+        return loss
+    # Transformers' regression and multi-label losses are means over this batch, whatever `num_items_in_batch` says; as
+    # that counts the labels, so does `labels.numel()`.
+    return loss * labels.numel() / num_items
+
+
+class LinformerForTokenClassification(LinformerPreTrainedModel):
+    """Linformer with a head for the classification of tokens."""
+
+    _auto_class = "AutoModelForTokenClassification"
+
+    def __init__(self, config: LinformerConfig):
+        super().__init__(config)
+        self.linformer = LinformerModel(config)
+        dropout = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
+        self.dropout = nn.Dropout(dropout)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)  # type: ignore[arg-type]  # set there
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> TokenClassifierOutput:
+        """As `LinformerModel`, with `logits` (b, n, num_labels) and the mean loss of `labels` (b, n) but -100."""
+        outputs = self.linformer(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
+        )
+        logits = self.classifier(self.dropout(outputs.last_hidden_state))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, self.config, **kwargs)
+        return TokenClassifierOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+class LinformerForQuestionAnswering(LinformerPreTrainedModel):
+    """Linformer with a head for the start and the end of an answer in a text."""
+
+    _auto_class = "AutoModelForQuestionAnswering"
+
+    def __init__(self, config: LinformerConfig):
+        super().__init__(config)
+        self.linformer = LinformerModel(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        start_positions: torch.Tensor | None = None,
+        end_positions: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> QuestionAnsweringModelOutput:
+        """As `LinformerModel`, with `start_logits` and `end_logits` (b, n) and the mean loss of both (b,)."""
+        outputs = self.linformer(
+            input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
+        )
+        start_logits, end_logits = self.qa_outputs(outputs.last_hidden_state).unbind(dim=-1)
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            loss = self.loss_function(start_logits, end_logits, start_positions, end_positions, **kwargs)
+        return QuestionAnsweringModelOutput(
+            loss=loss,
+            start_logits=start_logits,
+            end_logits=end_logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+
+class LinformerForMultipleChoice(LinformerPreTrainedModel):
+    """Linformer with a head that scores several sequences against each other."""
+
+    _auto_class = "AutoModelForMultipleChoice"
+
+    def __init__(self, config: LinformerConfig):
+        super().__init__(config)
+        self.linformer = LinformerModel(config)
+        self.classifier = LinformerClassificationHead(config, 1)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        token_type_ids: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> MultipleChoiceModelOutput:
+        """As `LinformerModel` with inputs (b, choices, n); gives `logits` (b, choices), loss of `labels` (b,)."""
+        num_choices = _only_one(input_ids, inputs_embeds).shape[1]
+        inputs = [
+            None if tensor is None else tensor.flatten(0, 1)
+            for tensor in (input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds)
+        ]
+        outputs = self.linformer(*inputs, return_dict=True, **kwargs)
+        logits = self.classifier(_first_real_token(outputs.last_hidden_state, inputs[1])).view(-1, num_choices)
+        loss = None
+        if labels is not None:
+            loss = fixed_cross_entropy(logits, labels, num_items_in_batch=kwargs.get("num_items_in_batch"))
+        return MultipleChoiceModelOutput(
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
+        )
+
+
+__all__ = [
+    "LinformerForMaskedLM",
+    "LinformerForMultipleChoice",
+    "LinformerForQuestionAnswering",
+    "LinformerForSequenceClassification",
+    "LinformerForTokenClassification",
+    "LinformerModel",
+    "LinformerPreTrainedModel",
+]

@@ -1,0 +1,272 @@
+"""The projections of keys and values along the sequence, from n tokens to k positions.
+
+Shapes are written with b batch, n tokens, k projected positions, h heads, d head size, c hidden size.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from .configuration_linformer import LinformerConfig
+
+
+class Padding(NamedTuple):
+    """Where the real tokens of a padded batch are.
+
+    Attributes:
+        order: (b, n), the column of the j-th real token at j; behind a row's real tokens, those of its padding.
+        real: (b, n), whether the row has a j-th real token.
+        lengths: (b, 1), number of real tokens.
+    """
+
+    order: torch.Tensor
+    real: torch.Tensor
+    lengths: torch.Tensor
+
+    @classmethod
+    def from_mask(cls, mask: torch.Tensor) -> "Padding":
+        """Takes a mask (b, n), True or nonzero at real tokens."""
+        mask = mask.bool()
+        lengths = mask.sum(dim=1, keepdim=True)
+        columns = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
+        # where each column's token goes: real tokens first, both kinds in their order; `order` is the inverse of that
+        place = torch.where(mask, mask.cumsum(dim=1), lengths + (~mask).cumsum(dim=1)) - 1
+        return cls(torch.zeros_like(place).scatter(1, place, columns), columns < lengths, lengths)
+
+    def gather(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Moves the real tokens of (b, n, c) to the front of their rows, in order, and zeros behind them."""
+        index = self.order[..., None].expand(hidden_states.shape)
+        # `where` and not a product: the padding may hold NaN or inf
+        return torch.where(self.real[..., None], hidden_states.gather(1, index), 0.0)
+
+
+class Projection(nn.Module):
+    """What all projections have in common: `forward` takes a sequence and where its real tokens are."""
+
+    def reset_parameters(self) -> None:
+        """Fills the weights, but for values that come from a checkpoint."""
+
+    def forward(
+        self, sequence: torch.Tensor, padding: Padding | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Projects a sequence.
+
+        Args:
+            sequence: (b, n, c).
+            padding: Where the real tokens are; `None` if all are.
+
+        Returns:
+            (b, k', c) with k' at most k, and what is to be added to the attention scores, (b, 1, 1, k'), or `None`.
+        """
+        raise NotImplementedError
+
+
+class MatrixProjection(Projection):
+    """Multiplies the sequence with a k×n matrix E: learned, or fixed and random (Johnson-Lindenstrauss).
+
+    Shorter inputs use the first columns of E. `weight` is (k, n), or (h, k, n) with one matrix per head.
+
+    Args:
+        config: The model's configuration.
+        projected_length: k.
+        layer_idx: The layer that owns the projection; -1 for the model's.
+        role: 0 for keys, or keys and values; 1 for values. With the layer, it sets the random matrix.
+    """
+
+    def __init__(self, config: LinformerConfig, projected_length: int, layer_idx: int, role: int):
+        super().__init__()
+        self.config = config
+        self.seed = 2 * (config.projection_seed * 100_003 + layer_idx + 1) + role
+        shape: tuple[int, ...] = (projected_length, config.max_position_embeddings)
+        if config.projection_sharing == "none":
+            shape = (config.num_attention_heads, *shape)
+        if config.projection_type == "random":
+            self.register_buffer("weight", torch.empty(shape))
+        else:
+            self.weight = nn.Parameter(torch.empty(shape))
+        self.bias = nn.Parameter(torch.empty(projected_length)) if config.projection_bias else None
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Fills the weights, but for values that come from a checkpoint."""
+        if self.config.projection_type == "random":
+            init.copy_(self.weight, self.random_matrix())
+        else:
+            _initialize(self.weight, pooling_matrix(*self.weight.shape[-2:]), self.config)
+        if self.bias is not None:
+            init.zeros_(self.bias)
+
+    def random_matrix(self) -> torch.Tensor:
+        """Entries iid N(0, 1/k), which keeps norms in expectation; the same on every device for one configuration."""
+        generator = torch.Generator().manual_seed(self.seed)
+        matrix = torch.randn(self.weight.shape, generator=generator, device="cpu", dtype=torch.float32)
+        return matrix * self.weight.shape[-2] ** -0.5
+
+    def forward(
+        self, sequence: torch.Tensor, padding: Padding | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Multiplies; with a matrix for each head, their channels lie side by side, h·d = c. No position is masked."""
+        if padding is not None:
+            sequence = padding.gather(sequence)
+        batch_size, length, channels = sequence.shape
+        weight = self.weight[..., :length]
+        if weight.dim() == 2:
+            projected = torch.bmm(weight.expand(batch_size, -1, -1), sequence)
+        else:
+            heads = sequence.view(batch_size, length, weight.shape[0], -1)
+            projected = torch.einsum("hkn,bnhd->bkhd", weight, heads).reshape(batch_size, -1, channels)
+        if self.bias is not None:
+            projected = projected + self.bias[:, None]
+        return projected, None
+
+
+class WindowProjection(Projection):
+    """Cuts the real tokens in windows and makes one projected position of each; subclasses say how.
+
+    Args:
+        config: The model's configuration.
+        projected_length: k, the largest number of windows.
+        layer_idx: Not used: nothing of a window depends on the layer.
+        role: Not used: nor on keys or values.
+    """
+
+    def __init__(self, config: LinformerConfig, projected_length: int, layer_idx: int, role: int):
+        super().__init__()
+        self.projected_length = projected_length
+
+    def num_windows(self, length: int) -> int:
+        """Number of windows of an input of `length` tokens."""
+        return min(self.projected_length, length)
+
+    def widest(self, length: int) -> int:
+        """Number of tokens in the largest window of an input of `length` tokens."""
+        return -(-length // self.num_windows(length))
+
+    def window_edges(self, lengths: torch.Tensor, num_windows: int) -> torch.Tensor:
+        """First tokens of the windows of rows of (b, 1) lengths, and the end of the last one: (b, num_windows + 1)."""
+        edges = torch.arange(num_windows + 1, device=lengths.device)
+        windows = lengths.clamp(max=self.projected_length)
+        # the p-th of r tokens falls in window floor(p·k/r), so window s starts at token ceil(s·r/k)
+        return (edges * lengths + windows - 1) // windows
+
+    def slot_bias(self, window_lengths: torch.Tensor) -> torch.Tensor:
+        """What is added to the scores of windows of so many tokens: a window stands for all of its tokens."""
+        return window_lengths.clamp(min=1).log()
+
+    def reduce(self, windows: torch.Tensor, inside: torch.Tensor | None) -> torch.Tensor:
+        """Makes (b, k, c) of windows (b, k, w, c); `inside` (b, k, w, 1) is False where there is no token."""
+        raise NotImplementedError
+
+    def forward(
+        self, sequence: torch.Tensor, padding: Padding | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Reduces the windows; k' is the number of windows that the longest row has."""
+        batch_size, length, channels = sequence.shape
+        num_windows, widest = self.num_windows(length), self.widest(length)
+        shape = (batch_size, num_windows, widest)
+        if padding is None and num_windows * widest == length:
+            return self.reduce(sequence.view(*shape, channels), None), None
+
+        if padding is None:
+            lengths = torch.full((batch_size, 1), length, device=sequence.device)
+        else:
+            lengths = padding.lengths.clamp(min=1)  # a row without tokens keeps one position: its scores stay finite
+        edges = self.window_edges(lengths, num_windows).minimum(lengths)
+        starts, ends = edges[:, :-1], edges[:, 1:]
+        tokens = starts[..., None] + torch.arange(widest, device=sequence.device)  # (b, k', w)
+        inside = tokens < ends[..., None]
+        columns = tokens.clamp(max=length - 1).flatten(1)
+        if padding is not None:
+            inside = inside & padding.real.gather(1, columns).view(shape)
+            columns = padding.order.gather(1, columns)
+        windows = sequence.gather(1, columns[..., None].expand(-1, -1, channels)).view(*shape, channels)
+        bias = self.slot_bias(ends - starts).to(sequence.dtype)
+        bias = bias.masked_fill(starts == ends, torch.finfo(bias.dtype).min)  # windows that a row does not have
+        return self.reduce(windows, inside[..., None]), bias[:, None, None]
+
+
+class MeanPoolingProjection(WindowProjection):
+    """The mean of each window; with windows of one token, attention is full attention."""
+
+    def reduce(self, windows: torch.Tensor, inside: torch.Tensor | None) -> torch.Tensor:
+        """Makes (b, k, c) of windows (b, k, w, c)."""
+        if inside is None:
+            return windows.mean(dim=2)
+        return torch.where(inside, windows, 0.0).sum(dim=2) / inside.sum(dim=2).clamp(min=1)
+
+
+class MaxPoolingProjection(WindowProjection):
+    """The largest value of each channel in each window."""
+
+    def reduce(self, windows: torch.Tensor, inside: torch.Tensor | None) -> torch.Tensor:
+        """Makes (b, k, c) of windows (b, k, w, c)."""
+        if inside is None:
+            return windows.amax(dim=2)
+        largest = torch.where(inside, windows, float("-inf")).amax(dim=2)
+        return torch.where(inside.any(dim=2), largest, 0.0)
+
+
+class ConvolutionProjection(WindowProjection):
+    """A depthwise convolution whose kernel and stride are n_max/k, rounded up; `weight` is (c, 1, stride).
+
+    The last window of an input may be cut short: it is filled up with zeros.
+    """
+
+    def __init__(self, config: LinformerConfig, projected_length: int, layer_idx: int, role: int):
+        super().__init__(config, projected_length, layer_idx, role)
+        self.config = config
+        self.stride = -(-config.max_position_embeddings // projected_length)
+        self.weight = nn.Parameter(torch.empty(config.hidden_size, 1, self.stride))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Fills the weights, but for values that come from a checkpoint."""
+        _initialize(self.weight, torch.tensor(1 / self.stride), self.config)
+
+    def num_windows(self, length: int) -> int:
+        """Number of windows of an input of `length` tokens."""
+        return -(-length // self.stride)
+
+    def widest(self, length: int) -> int:
+        """Number of tokens in the largest window of an input of `length` tokens."""
+        return min(self.stride, length)
+
+    def window_edges(self, lengths: torch.Tensor, num_windows: int) -> torch.Tensor:
+        """First tokens of the windows, and the end of the last one: (1, num_windows + 1)."""
+        return torch.arange(num_windows + 1, device=lengths.device)[None] * self.stride
+
+    def slot_bias(self, window_lengths: torch.Tensor) -> torch.Tensor:
+        """Nothing: the weights say how much a window counts."""
+        return torch.zeros_like(window_lengths)
+
+    def reduce(self, windows: torch.Tensor, inside: torch.Tensor | None) -> torch.Tensor:
+        """Makes (b, k, c) of windows (b, k, w, c)."""
+        if inside is not None:
+            windows = torch.where(inside, windows, 0.0)
+        return (windows * self.weight[:, 0, : windows.shape[2]].T).sum(dim=2)
+
+
+PROJECTIONS: dict[str, type[MatrixProjection | WindowProjection]] = {
+    "linear": MatrixProjection,
+    "random": MatrixProjection,
+    "mean_pooling": MeanPoolingProjection,
+    "max_pooling": MaxPoolingProjection,
+    "convolution": ConvolutionProjection,
+}
+
+
+def pooling_matrix(projected_length: int, length: int) -> torch.Tensor:
+    """Mean pooling of `length` tokens to `projected_length` windows, as a matrix (k, n)."""
+    tokens = torch.arange(length)
+    matrix = torch.zeros(projected_length, length)
+    matrix[tokens * projected_length // length, tokens] = 1.0
+    return matrix / matrix.sum(dim=1, keepdim=True)
+
+
+def _initialize(weight: torch.Tensor, pooling: torch.Tensor, config: LinformerConfig) -> None:
+    if config.projection_initializer == "normal":
+        init.normal_(weight, std=config.initializer_range)
+    else:  # the noise makes projections differ that would stay alike in training
+        init.copy_(weight, torch.empty_like(weight).normal_(std=0.002) + pooling.to(weight))

@@ -1,0 +1,1056 @@
+import copy
+import itertools
+import math
+
+import pytest
+import reference
+import torch
+import torch.nn.functional as F
+from conftest import (
+    HEADS,
+    POOLINGS,
+    SHARINGS,
+    STORED,
+    TINY,
+    TOLERANCE,
+    TYPES,
+    build,
+    difference,
+    fill_with_noise,
+    mask_of,
+    random_ids,
+    tiny_config,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AttentionInterface,
+    BertConfig,
+    BertLMHeadModel,
+    EncoderDecoderModel,
+    RobertaConfig,
+    RobertaForMaskedLM,
+)
+
+import linformer_hf
+from linformer_hf import LinformerForMaskedLM, LinformerModel
+
+
+LAYOUTS = ("right", "left", "holes")
+CLASSES = tuple(HEADS.values())
+# every type, every sharing of the learned ones, and both ends of a list of k
+VARIANTS = [{"projection_type": t, "projection_sharing": s} for t, s in itertools.product(STORED, SHARINGS)]
+VARIANTS += [{"projection_type": t} for t in POOLINGS]
+VARIANTS += [{"norm_first": True, "projection_sharing": "key_value"}, {"projection_bias": True}]
+
+
+def variant_name(overrides):
+    return "-".join(value if isinstance(value, str) else str(name) for name, value in overrides.items())
+
+
+every_variant = pytest.mark.parametrize("overrides", VARIANTS, ids=variant_name)
+every_type = pytest.mark.parametrize("kind", TYPES)
+every_class = pytest.mark.parametrize("head", CLASSES)
+
+
+def example(head, seq_len=23, seed=0, batch=4, **model_overrides):
+    """A batch with labels for one of our classes; all rows but the last are padded."""
+    ids, mask = random_ids(batch, seq_len, seed), mask_of("right", batch, seq_len, seed).flip(0)
+    generator = torch.Generator().manual_seed(seed)
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if head == "LinformerForMaskedLM":
+        chosen = (torch.rand(ids.shape, generator=generator) < 0.4) & mask.bool()
+        chosen[:, 0] = True
+        inputs["labels"] = ids.masked_fill(~chosen, -100)
+    elif head == "LinformerForSequenceClassification":
+        inputs["labels"] = torch.randint(0, 3, (batch,), generator=generator)
+    elif head == "LinformerForTokenClassification":
+        inputs["labels"] = torch.randint(0, 3, ids.shape, generator=generator).masked_fill(mask == 0, -100)
+    elif head == "LinformerForQuestionAnswering":
+        inputs["start_positions"] = torch.randint(0, seq_len, (batch,), generator=generator)
+        inputs["end_positions"] = torch.randint(0, seq_len, (batch,), generator=generator)
+    elif head == "LinformerForMultipleChoice":
+        inputs = {name: value[:, None].repeat(1, 3, 1) for name, value in inputs.items()}
+        inputs["input_ids"] = random_ids(batch * 3, seq_len, seed).view(batch, 3, seq_len)
+        inputs["labels"] = torch.randint(0, 3, (batch,), generator=generator)
+    return inputs
+
+
+def scalar(output):
+    return output.loss if "loss" in output and output.loss is not None else output[0].float().square().mean()
+
+
+# ---- against the reference, RoBERTa and full attention
+
+
+@every_variant
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_hidden_states_are_the_reference_s(overrides, layout):
+    model = build(**overrides).double()
+    ids, mask = random_ids(4, 61), mask_of(layout, 4, 61)
+    types = torch.arange(61).expand(4, 61) % 2
+    output = model(ids, mask, types, output_hidden_states=True)
+    right = reference.linformer(reference.in_double(model.state_dict()), model.config, ids, mask, types)
+    assert len(output.hidden_states) == len(right) == 3
+    for ours, expected in zip(output.hidden_states, right, strict=True):
+        assert difference(ours * mask[..., None], expected) < TOLERANCE["float64"]
+    assert torch.equal(output.hidden_states[-1], output.last_hidden_state)
+
+
+@every_variant
+def test_gradients_of_the_whole_model_are_the_reference_s(overrides):
+    model = build(**overrides).double()
+    ids, mask = random_ids(3, 37), mask_of("holes", 3, 37)
+    direction = torch.randn(3, 37, 30, dtype=torch.float64) * mask[..., None]
+    weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    names = [name for name, _ in model.named_parameters()]
+    for name in names:
+        weights[name].requires_grad_()
+    expected = (reference.linformer(weights, model.config, ids, mask)[-1] * direction).sum()
+    gradients = torch.autograd.grad(expected, [weights[name] for name in names])
+    (model(ids, mask)[0] * direction).sum().backward()
+    for (name, parameter), gradient in zip(model.named_parameters(), gradients, strict=True):
+        assert difference(parameter.grad, gradient) < TOLERANCE["float64"], name
+
+
+def roberta_like(model):
+    """Transformers' RoBERTa with the weights of one of our masked LMs."""
+    config = model.config
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    names += ("type_vocab_size", "layer_norm_eps", "hidden_act")
+    shared = {name: getattr(config, name) for name in names}
+    roberta = RobertaForMaskedLM(RobertaConfig(**shared, max_position_embeddings=config.max_position_embeddings + 2))
+    weights = {}
+    for name, value in model.state_dict().items():
+        if "projection" in name:
+            continue
+        if "position_embeddings" in name:
+            value = torch.cat([torch.zeros(2, value.shape[1]), value])
+        weights[name.replace("linformer.", "roberta.")] = value
+    weights["lm_head.bias"] = weights["lm_head.decoder.bias"]
+    missing, unexpected = roberta.load_state_dict(weights, strict=False)
+    assert not unexpected
+    assert all("position_ids" in name or "token_type_ids" in name for name in missing)
+    return roberta.eval()
+
+
+@pytest.mark.parametrize("sharing", SHARINGS)
+def test_identity_projections_are_roberta(sharing):
+    model = build("LinformerForMaskedLM", projected_length=61, projection_sharing=sharing)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "projection" in name:
+                value.copy_(torch.eye(61).expand_as(value))
+    ids = random_ids(2, 61)
+    assert difference(model(ids).logits, roberta_like(model)(ids).logits) < TOLERANCE["whole_model"]
+
+
+@pytest.mark.parametrize("kind", POOLINGS)
+@pytest.mark.parametrize("layout", [None, *LAYOUTS])
+@pytest.mark.parametrize("k", [23, 61])
+def test_pooling_of_up_to_k_tokens_is_roberta(kind, layout, k):
+    model = build("LinformerForMaskedLM", projection_type=kind, projected_length=k)
+    roberta = roberta_like(model)
+    if layout is None:
+        ids = random_ids(3, k)
+        assert difference(model(ids).logits, roberta(ids).logits) < TOLERANCE["whole_model"]
+        return
+    # 61 slots, of which up to k are real
+    ids, mask = random_ids(5, 61), mask_of(layout, 5, 61)
+    mask = mask * (mask.cumsum(1) <= k)
+    logits = model(ids, mask).logits
+    for row in range(5):
+        real = mask[row].bool()
+        alone = roberta(ids[row : row + 1, real]).logits[0]
+        assert difference(logits[row, real], alone) < TOLERANCE["whole_model"]
+
+
+def test_beyond_k_tokens_pooling_is_not_roberta():
+    model = build("LinformerForMaskedLM", projection_type="mean_pooling")
+    ids = random_ids(1, 8)
+    assert difference(model(ids).logits, roberta_like(model)(ids).logits) > 1e-2
+
+
+# ---- padding, lengths, state
+
+
+@every_variant
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_padding_changes_nothing(overrides, layout):
+    model = build(**overrides)
+    ids, mask = random_ids(6, 61), mask_of(layout, 6, 61, seed=5)
+    states = model(ids, mask).last_hidden_state
+    for row in range(6):
+        real = mask[row].bool()
+        alone = model(ids[row : row + 1, real]).last_hidden_state[0]
+        assert difference(states[row, real], alone) < TOLERANCE["float32"]
+        one = model(ids[row : row + 1], mask[row : row + 1]).last_hidden_state[0, real]
+        assert difference(one, alone) < TOLERANCE["float32"]
+
+
+@every_type
+def test_any_mask_any_length(kind):
+    # random masks, from nearly empty to nearly full, with random amounts of padding around
+    model = build(projection_type=kind)
+    generator = torch.Generator().manual_seed(11)
+    for _ in range(40):
+        seq_len = int(torch.randint(1, 62, (), generator=generator))
+        density = torch.rand((), generator=generator)
+        mask = (torch.rand(3, seq_len, generator=generator) < density).long()
+        ids = random_ids(3, seq_len, seed=seq_len)
+        states = model(ids, mask).last_hidden_state
+        assert torch.isfinite(states).all()
+        for row in range(3):
+            real = mask[row].bool()
+            if real.any():
+                alone = model(ids[row : row + 1, real]).last_hidden_state[0]
+                assert difference(states[row, real], alone) < TOLERANCE["float32"], (seq_len, mask[row])
+
+
+@every_type
+def test_order_of_the_rows_changes_nothing(kind):
+    model, order = build(projection_type=kind), [3, 0, 2, 1]
+    ids, mask = random_ids(4, 50), mask_of("holes", 4, 50)
+    states = model(ids, mask)[0]
+    assert difference(model(ids[order], mask[order])[0], states[order]) < TOLERANCE["float32"]
+
+
+@every_type
+def test_order_of_the_tokens_matters(kind):
+    model = build(projection_type=kind)
+    with torch.no_grad():
+        model.embeddings.position_embeddings.weight.zero_()
+    ids = random_ids(1, 61)
+    swapped = ids[:, [1, 0, *range(2, 60), 60]]
+    swapped[:, [1, 30]] = swapped[:, [30, 1]]
+    assert difference(model(ids)[0][:, 40], model(swapped)[0][:, 40]) > 1e-4
+
+
+@every_variant
+def test_every_length_works(overrides):
+    model = build(**overrides)
+    ids = random_ids(61, 61)
+    mask = torch.ones(61, 61).tril().long()
+    states = model(ids, mask).last_hidden_state
+    for length in range(1, 62):
+        alone = model(ids[length - 1 : length, :length]).last_hidden_state[0]
+        assert difference(alone, states[length - 1, :length]) < TOLERANCE["float32"], length
+
+
+@pytest.mark.parametrize("way", ["ids", "embeds", "mask"])
+@every_type
+def test_one_token_too_many_is_refused(way, kind):
+    model = build(projection_type=kind)
+    inputs = {"inputs_embeds": torch.zeros(1, 62, 30)} if way == "embeds" else {"input_ids": random_ids(1, 62)}
+    if way == "mask":
+        inputs["attention_mask"] = torch.ones(1, 62, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"(?s)62.*61.*truncat"):
+        model(**inputs)
+
+
+@every_variant
+def test_forward_is_stateless_and_changes_nothing(overrides):
+    model = build("LinformerForMaskedLM", **overrides)
+    words = model.get_input_embeddings()(random_ids(2, 61)).detach()
+    inputs = {
+        "inputs_embeds": words.clone(),
+        "attention_mask": mask_of("holes", 2, 61).float(),
+        "token_type_ids": torch.ones(2, 61, dtype=torch.long),
+        "position_ids": torch.arange(61)[None].repeat(2, 1),
+        "labels": random_ids(2, 61),
+    }
+    before = {name: value.clone() for name, value in {**inputs, **model.state_dict()}.items()}
+    settings = model.config.to_dict()
+    first = model(**inputs)
+    for length in (1, 3, 60):
+        model(random_ids(3, length), mask_of("left", 3, length))
+    model(words.new_zeros(1, 4).long() + 3)
+    second = model(**inputs)
+    assert torch.equal(first.logits, second.logits)
+    assert model.config.to_dict() == settings
+    after = {**inputs, **model.state_dict()}
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+
+
+def test_inputs_may_be_views_that_cannot_be_written_to():
+    model = build()
+    words = torch.randn(1, 1, 30).expand(3, 61, 30)
+    mask = mask_of("left", 2, 61)[1:].expand(3, 61)
+    expected = model(inputs_embeds=words.clone(), attention_mask=mask.clone())[0]
+    assert torch.equal(model(inputs_embeds=words, attention_mask=mask)[0], expected)
+    turned = torch.randn(61, 3, 30).transpose(0, 1)
+    assert torch.equal(model(inputs_embeds=turned)[0], model(inputs_embeds=turned.contiguous())[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.float32, torch.bfloat16, torch.float16])
+@every_type
+def test_masks_of_any_dtype_mean_the_same(dtype, kind):
+    # 700 tokens: counting in uint8 or bfloat16 would go wrong at 256
+    model = build(projection_type=kind, max_position_embeddings=701)
+    ids = random_ids(2, 700)
+    mask = torch.ones(2, 700, dtype=torch.long)
+    mask[0, 5:14] = 0
+    mask[1, 650:] = 0
+    assert torch.equal(model(ids, mask.to(dtype))[0], model(ids, mask)[0])
+
+
+@every_class
+def test_a_mask_of_ones_is_no_mask(head):
+    model, inputs = build(head, num_labels=3), example(head)
+    inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+    with_mask = model(**inputs)
+    del inputs["attention_mask"]
+    for ours, expected in zip(with_mask.to_tuple(), model(**inputs).to_tuple(), strict=True):
+        assert difference(ours, expected) < TOLERANCE["float32"]
+
+
+def test_positions_count_real_tokens_and_may_be_chosen():
+    model = build().double()
+    weights = reference.in_double(model.state_dict())
+    ids, mask = random_ids(3, 40), mask_of("holes", 3, 40)
+    for positions in (torch.arange(40)[None].repeat(3, 1).flip(1), torch.arange(20, 60)[None]):
+        expected = reference.linformer(weights, model.config, ids, mask, position_ids=positions)[-1]
+        actual = model(ids, mask, position_ids=positions)[0] * mask[..., None]
+        assert difference(actual, expected) < TOLERANCE["float64"]
+        assert difference(actual, model(ids, mask)[0] * mask[..., None]) > 1e-2
+
+
+def test_embeddings_may_be_given_in_place_of_ids():
+    model, ids, mask = build(), random_ids(2, 61), mask_of("left", 2, 61)
+    words = model.get_input_embeddings()(ids)
+    assert torch.equal(model(inputs_embeds=words, attention_mask=mask)[0], model(ids, mask)[0])
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+@every_variant
+def test_nothing_of_padded_embeddings_leaks(overrides, poison):
+    model = build(**overrides)
+    words, mask = torch.randn(3, 61, 30), mask_of("holes", 3, 61)
+    mask[1] = 0
+    clean = model(inputs_embeds=words, attention_mask=mask)[0]
+    poisoned = words.masked_fill(mask[..., None] == 0, poison).requires_grad_()
+    states = model(inputs_embeds=poisoned, attention_mask=mask)[0]
+    assert torch.isfinite(states).all()
+    assert torch.equal(states[mask.bool()], clean[mask.bool()])
+    states[mask.bool()].square().sum().backward()
+    assert torch.isfinite(poisoned.grad).all()
+    assert not poisoned.grad[mask == 0].any()
+    assert [name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@every_class
+@every_type
+def test_half_precision_trains(dtype, head, kind):
+    model = build(head, num_labels=3, projection_type=kind, noise=False).to(dtype).train()
+    inputs = example(head)
+    inputs["attention_mask"][1] = 0
+    loss = scalar(model(**inputs))
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert [name for name, p in model.named_parameters() if not p.grad.isfinite().all()] == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@every_variant
+def test_autocast_trains(overrides, dtype):
+    model = build("LinformerForMaskedLM", **overrides).train()
+    inputs = example("LinformerForMaskedLM")
+    inputs["attention_mask"][1] = 0
+    with torch.autocast("cpu", dtype=dtype):
+        loss = model(**inputs).loss
+    loss.backward()
+    plain = model(**inputs).loss
+    assert abs(loss - plain) / plain < TOLERANCE["bfloat16_relative_rms"]
+    assert [name for name, p in model.named_parameters() if not p.grad.isfinite().all()] == []
+
+
+# ---- wrong input
+
+
+def wrong_masks():
+    scores = torch.zeros(2, 9).masked_fill(torch.ones(2, 9).triu(1).bool(), torch.finfo(torch.float32).min)
+    return {
+        "3D": torch.ones(2, 9, 9),
+        "4D": torch.ones(2, 1, 1, 9),
+        "1D": torch.ones(9),
+        "too long": torch.ones(2, 10),
+        "too short": torch.ones(2, 8),
+        "other batch": torch.ones(1, 9),
+        "added to scores": scores,
+        "minus infinity": torch.zeros(2, 9).masked_fill(scores < 0, float("-inf")),
+        "half": torch.full((2, 9), 0.5),
+        "nan": torch.full((2, 9), float("nan")),
+        "half in bfloat16": torch.full((2, 9), 0.5, dtype=torch.bfloat16),
+    }
+
+
+@pytest.mark.parametrize("name", wrong_masks())
+@pytest.mark.parametrize("head", CLASSES[:5])
+def test_wrong_mask_is_refused(name, head):
+    model = build(head)
+    with pytest.raises(ValueError, match=r"(?s)attention_mask.*1.*0") as error:
+        model(random_ids(2, 9), wrong_masks()[name])
+    if name[0] in "134to":
+        assert "2, 9" in str(error.value)
+
+
+@every_class
+@pytest.mark.parametrize("given", ["both", "neither"])
+def test_both_or_neither_input_is_refused(head, given):
+    model, inputs = build(head), {}
+    if given == "both":
+        ids = example(head)["input_ids"]
+        inputs = {"input_ids": ids, "inputs_embeds": model.get_input_embeddings()(ids)}
+    with pytest.raises(ValueError, match=r"(?s)input_ids.*inputs_embeds"):
+        model(**inputs)
+
+
+@pytest.mark.parametrize("name", ["cu_seq_lens_q", "cu_seq_lens_k"])
+@pytest.mark.parametrize("head", CLASSES[:5])
+def test_packed_sequences_are_refused(name, head):
+    with pytest.raises(ValueError, match=rf"(?s){name}.*attention_mask"):
+        build(head)(random_ids(1, 9), **{name: torch.tensor([0, 4, 9])})
+
+
+# ---- attention backends, outputs
+
+
+def test_attention_goes_through_the_interface():
+    seen = []
+
+    def probe(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
+        seen.append((query.shape, key.shape, value.shape, attention_mask, dropout, scaling, module.is_causal, kwargs))
+        return F.scaled_dot_product_attention(query, key, value, attention_mask).transpose(1, 2), None
+
+    AttentionInterface.register("probe", probe)
+    ids, mask = random_ids(2, 61), mask_of("holes", 2, 61)
+    for overrides in VARIANTS:
+        model = build(**overrides)
+        expected = model(ids, mask)[0]
+        model.set_attn_implementation("probe")
+        positions = torch.arange(61).expand(2, 61)
+        assert difference(model(ids, mask)[0], expected) < TOLERANCE["float32"]
+        model(ids, mask, position_ids=positions)
+        for query, key, value, slots, dropout, scaling, is_causal, kwargs in seen:
+            assert query == (2, 3, 61, 10)
+            assert key == value == (2, 3, 7, 10)
+            assert (slots is None) == (model.config.projection_type in ("linear", "random"))
+            assert (dropout, scaling, is_causal) == (0.0, pytest.approx(10**-0.5), False)
+            assert "position_ids" not in kwargs
+        assert len(seen) == 4
+        seen.clear()
+
+
+@every_variant
+@pytest.mark.parametrize("layout", [None, "holes"])
+def test_eager_is_sdpa(overrides, layout):
+    model = build("LinformerForMaskedLM", **overrides)
+    ids, mask = random_ids(3, 61), layout and mask_of(layout, 3, 61)
+    outputs, gradients = [], []
+    for implementation in ("eager", "sdpa"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        output = model(ids, mask, labels=ids if mask is None else ids.masked_fill(mask == 0, -100))
+        output.loss.backward()
+        outputs.append(output.logits if mask is None else output.logits[mask.bool()])
+        gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    assert difference(*outputs) < TOLERANCE["float32"]
+    assert max(difference(a, b) for a, b in zip(*gradients, strict=True)) < TOLERANCE["float32"]
+
+
+@every_type
+def test_flex_attention_is_eager(kind):
+    model, ids, mask = build(projection_type=kind), random_ids(2, 61), mask_of("holes", 2, 61)
+    model.set_attn_implementation("eager")
+    expected = model(ids, mask)[0]
+    model.set_attn_implementation("flex_attention")
+    with torch.no_grad():
+        assert difference(model(ids, mask)[0][mask.bool()], expected[mask.bool()]) < TOLERANCE["float32"]
+
+
+def test_flash_attention_is_refused_for_want_of_its_package_only():
+    assert LinformerModel._supports_flash_attn
+    with pytest.raises(ImportError, match="(?i)flash"):
+        build().set_attn_implementation("flash_attention_2")
+
+
+@pytest.mark.parametrize("kind", ["mean_pooling", "max_pooling", "convolution"])
+def test_flash_attention_with_a_score_bias_is_refused(kind):
+    model = build(projection_type=kind)
+    model.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(ValueError, match=r"(?s)flash.*sdpa"):
+        model(random_ids(2, 61), mask_of("right", 2, 61))
+
+
+@every_class
+def test_attentions_and_hidden_states(head):
+    model, inputs = build(head, num_labels=3), example(head, seq_len=59)
+    model.set_attn_implementation("eager")
+    output = model(**inputs, output_attentions=True, output_hidden_states=True)
+    rows = inputs["input_ids"].numel() // 59
+    assert [tuple(a.shape) for a in output.attentions] == [(rows, 3, 59, 7)] * 2
+    assert [tuple(h.shape) for h in output.hidden_states] == [(rows, 59, 30)] * 3
+    for attention in output.attentions:
+        assert difference(attention.sum(-1), torch.ones(rows, 3, 59)) < TOLERANCE["float32"]
+    quiet = model(**inputs)
+    assert "attentions" not in quiet
+    assert "hidden_states" not in quiet
+    as_tuple = model(**inputs, return_dict=False)
+    assert isinstance(as_tuple, tuple)
+    assert all(torch.equal(a, b) for a, b in zip(as_tuple, quiet.to_tuple(), strict=True))
+
+
+@every_type
+def test_attentions_are_the_reference_s(kind):
+    model, ids = build(projection_type=kind, num_hidden_layers=1).double(), random_ids(1, 61)
+    model.set_attn_implementation("eager")
+    output = model(ids, output_attentions=True, output_hidden_states=True)
+    weights = reference.in_double(model.state_dict())
+    _, expected = reference.attend(output.hidden_states[0][0], weights, model.config, 0)
+    assert difference(output.attentions[0][0], expected) < TOLERANCE["float64"]
+
+
+# ---- heads
+
+
+def test_masked_lm_head():
+    model, inputs = build("LinformerForMaskedLM"), example("LinformerForMaskedLM")
+    output, weights = model(**inputs, output_hidden_states=True), model.state_dict()
+    states = F.gelu(reference.linear(output.hidden_states[-1], weights, "lm_head.dense"))
+    states = reference.layer_norm(states, weights, "lm_head.layer_norm", model.config)
+    expected = reference.linear(states, weights, "lm_head.decoder")
+    assert difference(output.logits, expected) < TOLERANCE["float32"]
+    assert difference(output.loss, F.cross_entropy(expected.flatten(0, 1), inputs["labels"].flatten())) < 1e-5
+
+
+def first_real(states, mask):
+    return torch.stack([row[keep.bool()][0] for row, keep in zip(states, mask, strict=True)])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("head", ["LinformerForSequenceClassification", "LinformerForMultipleChoice"])
+def test_classification_head_reads_the_first_real_token(head, layout):
+    model = build(head, num_labels=3)
+    ids, mask = random_ids(6, 41), mask_of(layout, 6, 41)
+    shape = (2, 3, 41) if "Choice" in head else (6, 41)
+    output = model(ids.view(shape), mask.view(shape), output_hidden_states=True)
+    weights = model.state_dict()
+    inner = torch.tanh(reference.linear(first_real(output.hidden_states[-1], mask), weights, "classifier.dense"))
+    expected = reference.linear(inner, weights, "classifier.out_proj")
+    expected = expected.view(2, 3) if "Choice" in head else expected
+    assert difference(output.logits, expected) < TOLERANCE["float32"]
+    words = model.get_input_embeddings()(ids.view(shape))
+    assert torch.equal(model(inputs_embeds=words, attention_mask=mask.view(shape)).logits, output.logits)
+
+
+LOSSES = {
+    "single_label": (3, torch.tensor([0, 2, 1, 1]), F.cross_entropy),
+    "regression": (1, torch.tensor([0.5, -1.0, 2.0, 0.0]), lambda x, y: F.mse_loss(x[:, 0], y)),
+    "regression of three": (3, torch.linspace(-1, 1, 12).view(4, 3), F.mse_loss),
+    "multi_label": (3, (torch.arange(12) % 5 < 2).float().view(4, 3), F.binary_cross_entropy_with_logits),
+}
+
+
+@pytest.mark.parametrize("batch", [4, 1])
+@pytest.mark.parametrize("stated", [True, False])
+@pytest.mark.parametrize("name", LOSSES)
+def test_sequence_losses(name, stated, batch):
+    num_labels, labels, loss = LOSSES[name]
+    if not stated and name == "regression of three":
+        pytest.skip("floating labels for several outputs mean several labels unless said otherwise")
+    problem = {"single_label": "single_label_classification", "multi_label": "multi_label_classification"}
+    problem_type = problem.get(name, "regression") if stated else None
+    model = build("LinformerForSequenceClassification", num_labels=num_labels, problem_type=problem_type)
+    output = model(random_ids(batch, 9), labels=labels[:batch])
+    assert difference(output.loss, loss(output.logits, labels[:batch])) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", LOSSES)
+def test_sequence_losses_have_gradients_in_every_dtype(name, dtype):
+    num_labels, labels, _ = LOSSES[name]
+    problem_type = "regression" if "regression" in name else None
+    model = build("LinformerForSequenceClassification", num_labels=num_labels, problem_type=problem_type).to(dtype)
+    loss = model(random_ids(4, 9), labels=labels).loss
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert model.classifier.dense.weight.grad.isfinite().all()
+
+
+def test_token_classification_and_question_answering_losses():
+    model, inputs = build(CLASSES[3], num_labels=3), example(CLASSES[3])
+    output = model(**inputs, output_hidden_states=True)
+    expected = reference.linear(output.hidden_states[-1], model.state_dict(), "classifier")
+    assert difference(output.logits, expected) < TOLERANCE["float32"]
+    assert difference(output.loss, F.cross_entropy(expected.flatten(0, 1), inputs["labels"].flatten())) < 1e-6
+
+    model, inputs = build(CLASSES[4]), example(CLASSES[4])
+    output = model(**inputs, output_hidden_states=True)
+    start, end = reference.linear(output.hidden_states[-1], model.state_dict(), "qa_outputs").unbind(-1)
+    assert difference(output.start_logits, start) < TOLERANCE["float32"]
+    assert difference(output.end_logits, end) < TOLERANCE["float32"]
+    loss = (F.cross_entropy(start, inputs["start_positions"]) + F.cross_entropy(end, inputs["end_positions"])) / 2
+    assert difference(output.loss, loss) < 1e-6
+
+
+def test_multiple_choice_loss():
+    model, inputs = build(CLASSES[5]), example(CLASSES[5])
+    output = model(**inputs)
+    assert output.logits.shape == (4, 3)
+    assert difference(output.loss, F.cross_entropy(output.logits, inputs["labels"])) < 1e-6
+
+
+# ---- training
+
+
+@every_variant
+@pytest.mark.parametrize("head", ["LinformerForMaskedLM", "LinformerForSequenceClassification"])
+def test_every_parameter_gets_a_gradient(head, overrides):
+    model = build(head, num_labels=3, **overrides).train()
+    model(**example(head, seq_len=61)).loss.backward()
+    without = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+    assert without == []
+    # softmax does not see a constant added to all keys, so the key bias alone has the gradient zero
+    zero = [n for n, p in model.named_parameters() if p.grad.abs().max() < 1e-8 and not n.endswith("self.key.bias")]
+    assert zero == []
+
+
+@pytest.mark.parametrize("head", CLASSES[1:])
+def test_every_head_gives_every_parameter_a_gradient(head):
+    model = build(head, num_labels=3).train()
+    model(**example(head)).loss.backward()
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@every_variant
+def test_gradient_checkpointing_changes_nothing(overrides, reentrant):
+    inputs, results = example("LinformerForMaskedLM"), []
+    for checkpointing in (False, True):
+        model = build("LinformerForMaskedLM", **overrides, hidden_dropout_prob=0.2).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            assert model.linformer.encoder.layer[0].gradient_checkpointing
+        torch.manual_seed(3)
+        loss = model(**inputs).loss
+        loss.backward()
+        results.append([loss, *(p.grad for p in model.parameters())])
+    assert max(difference(a, b) for a, b in zip(*results, strict=True)) < 1e-6
+
+
+class CountDropouts(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is F.dropout:
+            p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+            training = args[2] if len(args) > 2 else kwargs.get("training", True)
+            self.calls += [p] * bool(training and p)
+        if function is F.scaled_dot_product_attention:
+            self.calls += [kwargs["dropout_p"]] * bool(kwargs.get("dropout_p"))
+        return function(*args, **kwargs)
+
+
+@every_type
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_dropout_acts_once_and_only_in_training(kind, implementation):
+    probabilities = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.3}
+    ours = build("LinformerForMaskedLM", projection_type=kind, **probabilities)
+    theirs = roberta_like(ours)
+    for module in theirs.modules():  # same probabilities as ours
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.2
+    for layer in theirs.roberta.encoder.layer:
+        layer.attention.self.dropout.p = 0.3
+    counts = []
+    for model in (ours, theirs):
+        model.set_attn_implementation(implementation)
+        with CountDropouts() as evaluation:
+            model.eval()(random_ids(2, 9))
+        with CountDropouts() as training:
+            model.train()(random_ids(2, 9))
+        assert evaluation.calls == []
+        counts.append(sorted(training.calls))
+    assert counts[0] == counts[1] == [0.2] * 5 + [0.3] * 2
+
+
+def test_classifier_dropout_is_its_own():
+    for head, expected in (("LinformerForSequenceClassification", 2), ("LinformerForTokenClassification", 1)):
+        with CountDropouts() as training:
+            build(head, classifier_dropout=0.4).train()(random_ids(2, 9))
+        assert training.calls == [0.4] * expected
+        with CountDropouts() as training:
+            build(head, hidden_dropout_prob=0.1).train()(random_ids(2, 9))
+        assert training.calls == [0.1] * (5 + expected)
+
+
+@pytest.mark.parametrize("kind", ["linear", "convolution", "mean_pooling"])
+def test_it_learns(kind):
+    # recall of the word at a fixed position, which needs attention across the projection
+    torch.manual_seed(0)
+    model = linformer_hf.LinformerForSequenceClassification(
+        tiny_config(projection_type=kind, num_labels=4, max_position_embeddings=24, projected_length=8)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(150):
+        ids = random_ids(32, 24, seed=step, vocab_size=7)
+        loss = model(ids, labels=ids[:, 13] - 3).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ids = random_ids(200, 24, seed=999, vocab_size=7)
+    accuracy = (model.eval()(ids).logits.argmax(-1) == ids[:, 13] - 3).float().mean()
+    assert accuracy > {"linear": 0.6, "convolution": 0.6, "mean_pooling": 0.35}[kind]
+
+
+# ---- Trainer
+
+
+TASKS = {
+    "masked LM": ("LinformerForMaskedLM", {}),
+    "single label": ("LinformerForSequenceClassification", {"num_labels": 3}),
+    "regression": ("LinformerForSequenceClassification", {"num_labels": 1}),
+    "regression of three": ("LinformerForSequenceClassification", {"num_labels": 3, "problem_type": "regression"}),
+    "multi label": (
+        "LinformerForSequenceClassification",
+        {"num_labels": 3, "problem_type": "multi_label_classification"},
+    ),
+    "token classification": ("LinformerForTokenClassification", {"num_labels": 3}),
+    "question answering": ("LinformerForQuestionAnswering", {}),
+    "multiple choice": ("LinformerForMultipleChoice", {}),
+}
+
+
+def task_examples(task):
+    head, overrides = TASKS[task]
+    batch = example(head, batch=8, seq_len=13)
+    if task == "regression":
+        batch["labels"] = torch.linspace(-2, 5, 8)
+    elif task in ("regression of three", "multi label"):
+        batch["labels"] = torch.rand(8, 3).round() if task == "multi label" else torch.rand(8, 3)
+    return [{name: value[row] for name, value in batch.items()} for row in range(8)]
+
+
+def train_one_step(task, folder, batch_size, accumulation):
+    from transformers import Trainer, TrainingArguments
+
+    head, overrides = TASKS[task]
+    model = build(head, **overrides)
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=accumulation,
+        max_steps=1,
+        optim="sgd",
+        learning_rate=1.0,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = Trainer(model, arguments, train_dataset=task_examples(task))
+    trainer.train()
+    loss = next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+    # plain gradient descent with the rate 1 moves each parameter by its gradient
+    return loss, {name: before[name] - value for name, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_accumulation_under_trainer_changes_neither_loss_nor_gradients(task, tmp_path):
+    loss, gradients = train_one_step(task, tmp_path, 8, 1)
+    accumulated_loss, accumulated = train_one_step(task, tmp_path, 2, 4)
+    assert accumulated_loss == pytest.approx(loss, abs=2e-4)  # Trainer rounds to four digits
+    scale = max(gradient.abs().max().item() for gradient in gradients.values())
+    worst = max(difference(gradients[name], accumulated[name]) for name in gradients)
+    assert worst < TOLERANCE["float32"] * max(scale, 1.0)
+    assert scale > 1e-2
+    # and both are the plain mean over the eight
+    head, overrides = TASKS[task]
+    rows = task_examples(task)
+    plain = build(head, **overrides)(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]}).loss
+    assert loss == pytest.approx(plain.item(), abs=2e-4)
+
+
+# ---- embeddings, ties, other uses
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("size", [71, 41])
+def test_resizing_the_vocabulary(tied, size, tmp_path):
+    model = build("LinformerForMaskedLM", tie_word_embeddings=tied)
+    ids = random_ids(2, 61, vocab_size=40)
+    before = model(ids).logits
+    model.resize_token_embeddings(size)
+    kept = min(size, 53)
+    logits = model(ids).logits
+    assert logits.shape == (2, 61, size)
+    assert difference(logits[..., :kept], before[..., :kept]) < TOLERANCE["float32"]
+    assert model.config.vocab_size == model.get_input_embeddings().num_embeddings == size
+    decoder = model.lm_head.decoder
+    assert decoder.weight.shape == (size, 30)
+    assert decoder.bias.shape == (size,)
+    assert decoder.out_features == size
+    assert (decoder.weight is model.get_input_embeddings().weight) == tied
+    model(ids, labels=ids).loss.backward()
+    model.save_pretrained(tmp_path)
+    loaded = LinformerForMaskedLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded(ids).logits, logits)
+    assert (loaded.lm_head.decoder.weight is loaded.get_input_embeddings().weight) == tied
+
+
+def test_resizing_to_a_multiple():
+    model = build("LinformerForSequenceClassification")
+    model.resize_token_embeddings(54, pad_to_multiple_of=16)
+    assert model.get_input_embeddings().num_embeddings == model.config.vocab_size == 64
+
+
+@pytest.mark.parametrize("head", CLASSES)
+def test_embeddings_can_be_replaced(head):
+    model, new = build(head), torch.nn.Embedding(60, 30)
+    model.set_input_embeddings(new)
+    assert model.get_input_embeddings() is new
+    assert model.base_model.embeddings.word_embeddings is new
+
+
+def test_the_size_of_fairseq_s_base_model():
+    # fairseq's linformer_roberta_base with ratio 4, headwise: 126,065,744 parameters tied and 164,465,744 untied. It has
+    # two more positions (an offset) and no token types.
+    for tied, theirs in ((True, 126_065_744), (False, 164_465_744)):
+        config = linformer_hf.LinformerConfig(
+            vocab_size=50_000, projected_length=128, projection_sharing="headwise", tie_word_embeddings=tied
+        )
+        with torch.device("meta"):
+            model = LinformerForMaskedLM(config)
+        assert model.num_parameters() == theirs - 2 * 768 + 1 * 768
+
+
+def test_there_is_no_pooler():
+    assert not [name for name, _ in build().named_parameters() if "pooler" in name]
+
+
+@every_variant
+def test_a_copy_is_its_own(overrides):
+    model = build("LinformerForMaskedLM", **overrides)
+    twin, ids = copy.deepcopy(model), random_ids(2, 61)
+    assert torch.equal(twin(ids).logits, model(ids).logits)
+    ours = {value.data_ptr() for value in model.state_dict().values()}
+    assert not ours & {value.data_ptr() for value in twin.state_dict().values()}
+    assert twin.lm_head.decoder.weight is twin.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("kind", ["linear", "mean_pooling"])
+def test_encoder_of_an_encoder_decoder(kind, tmp_path):
+    decoder = BertLMHeadModel(
+        BertConfig(
+            vocab_size=53,
+            hidden_size=30,
+            num_hidden_layers=1,
+            num_attention_heads=3,
+            intermediate_size=37,
+            is_decoder=True,
+            add_cross_attention=True,
+        )
+    )
+    model = EncoderDecoderModel(encoder=build(projection_type=kind), decoder=decoder).eval()
+    model.config.decoder_start_token_id, model.config.pad_token_id = 0, 1
+    ids, mask = random_ids(3, 61), mask_of("left", 3, 61)
+    output = model(input_ids=ids, attention_mask=mask, labels=random_ids(3, 5))
+    output.loss.backward()
+    assert all(parameter.grad is not None for parameter in model.encoder.parameters())
+    real = mask[1].bool()
+    alone = model(input_ids=ids[1:2, real], labels=random_ids(3, 5)[1:2])
+    assert difference(output.logits[1], alone.logits[0]) < TOLERANCE["float32"]
+    generated = model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
+    assert generated.shape[0] == 3
+    model.save_pretrained(tmp_path)
+    again = EncoderDecoderModel.from_pretrained(tmp_path).eval()
+    assert torch.equal(again(input_ids=ids, attention_mask=mask, labels=random_ids(3, 5)).logits, output.logits)
+
+
+def word_tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<s>", "<pad>", "</s>", "<mask>", "<unk>", *(f"w{i}" for i in range(48))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    names = {
+        "bos": "<s>",
+        "cls": "<s>",
+        "eos": "</s>",
+        "sep": "</s>",
+        "pad": "<pad>",
+        "mask": "<mask>",
+        "unk": "<unk>",
+    }
+    names = {f"{name}_token": value for name, value in names.items()}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=61, **names)
+
+
+def test_pipelines():
+    from transformers import pipeline
+
+    tokenizer, long = word_tokenizer(), " ".join(["w7"] * 90)
+    fill = pipeline("fill-mask", build("LinformerForMaskedLM"), tokenizer=tokenizer)
+    assert len(fill("w1 <mask> w3")) == 5
+    classify = pipeline("text-classification", build(CLASSES[2], num_labels=3), tokenizer=tokenizer)
+    answers = classify(["w1 w2", long], truncation=True, batch_size=2)
+    alone = [classify(text, truncation=True)[0] for text in ("w1 w2", long)]
+    assert [a["label"] for a in answers] == [b["label"] for b in alone]
+    assert max(abs(a["score"] - b["score"]) for a, b in zip(answers, alone, strict=True)) < TOLERANCE["float32"]
+    features = pipeline("feature-extraction", build(), tokenizer=tokenizer)("w1 w2 w3")
+    assert torch.tensor(features).shape == (1, 5, 30)
+    tags = pipeline("token-classification", build(CLASSES[3], num_labels=3), tokenizer=tokenizer)("w1 w2 w3")
+    assert len(tags) <= 3
+
+
+# ---- compile, export, memory
+
+
+COMPILE_LENGTHS = (61, 7, 32, 5, 20)
+
+
+class CountingBackend:
+    def __init__(self):
+        self.frames = 0
+
+    def __call__(self, graph, inputs):
+        self.frames += 1
+        return graph.forward
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@every_type
+def test_compiling_is_eager_and_is_done_at_most_three_times(kind, masked):
+    torch._dynamo.reset()
+    model, backend = build("LinformerForMaskedLM", projection_type=kind), CountingBackend()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
+    for batch, length in enumerate(COMPILE_LENGTHS, start=2):
+        ids = random_ids(batch, length)
+        mask = mask_of("holes", batch, length) if masked else None
+        with torch.no_grad():
+            logits, expected = compiled(ids, mask).logits, model(ids, mask).logits
+        if masked:
+            logits, expected = logits[mask.bool()], expected[mask.bool()]
+        assert difference(logits, expected) < TOLERANCE["float32"]
+    assert 1 <= backend.frames <= 3
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("sharing", ["none", "headwise", "key_value"])
+def test_compiling_each_sharing(sharing):
+    torch._dynamo.reset()
+    model, backend = build(projection_sharing=sharing).train(), CountingBackend()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
+    for length in COMPILE_LENGTHS:
+        ids, mask = random_ids(2, length), mask_of("right", 2, length)
+        assert difference(compiled(ids, mask)[0], model(ids, mask)[0]) < TOLERANCE["float32"]
+    assert 1 <= backend.frames <= 3
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@every_type
+def test_compiling_with_inductor_trains_the_same(kind):
+    torch._dynamo.reset()
+    inputs = example("LinformerForMaskedLM", seq_len=61)
+    results = []
+    for use in (lambda m: m, lambda m: torch.compile(m, fullgraph=True, dynamic=True)):
+        model = build("LinformerForMaskedLM", projection_type=kind).train()
+        loss = use(model)(**inputs).loss
+        loss.backward()
+        results.append([loss, *(p.grad for p in model.parameters())])
+    assert max(difference(a, b) for a, b in zip(*results, strict=True)) < TOLERANCE["float32"]
+    torch._dynamo.reset()
+
+
+class Logits(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, attention_mask):
+        return self.model(input_ids, attention_mask).logits
+
+
+@every_type
+def test_an_exported_graph_is_right_at_other_lengths(kind):
+    model = build("LinformerForMaskedLM", projection_type=kind)
+    sizes = {0: torch.export.Dim("batch", min=2, max=64), 1: torch.export.Dim("tokens", min=2, max=61)}
+    program = torch.export.export(
+        Logits(model),
+        (random_ids(3, 29), mask_of("right", 3, 29)),
+        dynamic_shapes=(sizes, sizes),
+        strict=False,
+    ).module()
+    for batch, length in ((3, 29), (2, 4), (5, 61), (4, 8)):
+        ids, mask = random_ids(batch, length), mask_of("holes", batch, length)
+        logits, expected = program(ids, mask), model(ids, mask).logits
+        assert difference(logits[mask.bool()], expected[mask.bool()]) < TOLERANCE["float32"], length
+
+
+class LargestTensor(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.numel, self.where = 0, None
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(value, torch.Tensor):
+                size = value.untyped_storage().nbytes() // value.element_size()
+                if size > self.numel:
+                    self.numel, self.where = size, (function, value.shape)
+        return result
+
+
+@every_variant
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("masked", [True, False])
+def test_no_tensor_grows_faster_than_the_input(overrides, implementation, masked):
+    sizes = []
+    for length in (512, 2048):
+        model = build(**overrides, max_position_embeddings=length, num_hidden_layers=1)
+        model.set_attn_implementation(implementation)
+        ids = random_ids(2, length)
+        mask = mask_of("right", 2, length) if masked else None
+        with LargestTensor() as largest:
+            model(ids, mask)[0].square().mean().backward()
+        sizes.append(largest)
+    assert sizes[1].numel <= 4.05 * sizes[0].numel, (sizes[0].where, sizes[1].where)
+    assert sizes[1].numel <= 2 * 2048 * max(2 * TINY["hidden_size"], TINY["intermediate_size"]), sizes[1].where
+
+
+def test_k_of_a_convolution_is_what_its_stride_gives():
+    # k = 40 of n = 61 needs the stride 2, which makes 31 slots
+    model = build(projection_type="convolution", projected_length=40, num_hidden_layers=1)
+    model.set_attn_implementation("eager")
+    (attention,) = model(random_ids(1, 61), output_attentions=True).attentions
+    assert attention.shape[-1] == math.ceil(61 / 2)
+
+
+def test_fresh_models_are_alike_for_the_same_seed_only():
+    models = [build(noise=False, seed=seed, projection_sharing="headwise") for seed in (0, 0, 1)]
+    first, same, other = (dict(model.named_parameters()) for model in models)
+    assert all(torch.equal(first[name], same[name]) for name in first)
+    assert not torch.equal(
+        first["encoder.layer.0.attention.self.query.weight"], other["encoder.layer.0.attention.self.query.weight"]
+    )
+
+
+def test_a_fresh_masked_lm_guesses_at_random():
+    model, ids = LinformerForMaskedLM(tiny_config()), random_ids(8, 61)
+    assert abs(model(ids, labels=ids).loss.item() - math.log(53)) < 0.1
+    fill_with_noise(model)
+    assert model(ids, labels=ids).loss > 1
