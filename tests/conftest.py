@@ -57,7 +57,7 @@ def tiny_config(**overrides):
 
 
 def fill_with_noise(model, seed=0):
-    """Random weights of the size that trained ones have: a fresh model is so flat that most mistakes would not show."""
+    """Random weights that make every part matter: a fresh model is so flat that most mistakes would not show."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -65,7 +65,7 @@ def fill_with_noise(model, seed=0):
             noise = 0.1 * noise + (1.0 if name.endswith("weight") else 0.0)
         elif name.endswith("bias"):
             noise = 0.1 * noise
-        elif "embeddings" not in name:
+        else:
             noise = noise / parameter.shape[-1] ** 0.5
         parameter.data.copy_(noise)
     return model

@@ -44,7 +44,7 @@ def projection_parameters(weights, config, layer, role):
 
 
 def project(tokens, weight, bias, config, layer):
-    """One sentence's r tokens (r, channels), projected to its slots, and the log of how many tokens each stands for."""
+    """The slots of one sentence's r tokens (r, channels), and the log of how many tokens each stands for."""
     num_tokens = len(tokens)
     k = projected_length(config, layer)
     slots, log_counts = [], []

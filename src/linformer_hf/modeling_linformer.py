@@ -125,8 +125,9 @@ class LinformerSelfAttention(nn.Module):
         self, hidden_states: torch.Tensor, padding: Padding | None, shared_projection: Projection | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Keys and values (b, k, c) of hidden states (b, n, c), and what is added to the scores, if anything."""
-        projections = (self.key_projection, self.value_projection, shared_projection)
-        key_projection, *_, value_projection = 2 * [projection for projection in projections if projection is not None]
+        owned = (self.key_projection, self.value_projection, shared_projection)
+        projections = [projection for projection in owned if projection is not None]
+        key_projection, value_projection = projections[0], projections[-1]
         if self.per_head:
             # W comes first, or each head would project all c channels; the bias stays behind the projection
             keys, slot_bias = key_projection(self.key(hidden_states) - self.key.bias, padding)

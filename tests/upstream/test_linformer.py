@@ -1,11 +1,4 @@
-"""Template: the official transformers common tests against an external `linformer_hf` package.
-
-Run from the harness root (the folder that holds `tests/` and `src/transformers`):
-
-    LINFORMER_PKG=linformer_hf HF_HUB_OFFLINE=1 python -m pytest test_linformer_template.py -n 2 -q
-
-Adapt the block between the two rulers; the rest should not need changes.
-"""
+"""Transformers' own model tests for this family. See README.md for how to run them."""
 
 import importlib
 import os
@@ -14,8 +7,7 @@ import unittest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# ------------------------------------------------------------------ adapt ----
-PKG = importlib.import_module(os.environ.get("LINFORMER_PKG", "linformer_hf"))
+PKG = importlib.import_module("linformer_hf")
 
 CONFIG = PKG.LinformerConfig
 MODEL = PKG.LinformerModel
@@ -51,12 +43,16 @@ TINY_CONFIG = {
     "initializer_range": 0.02,
     "projected_length": PROJECTED_LENGTH,
 }
-# one test class per entry; the name is appended to the class name
+# one test class per entry; the name is part of the class name
 VARIANTS = {
     "Layerwise": {"projection_sharing": "layerwise"},
     "KeyValue": {"projection_sharing": "key_value"},
     "Headwise": {"projection_sharing": "headwise"},
     "NoSharing": {"projection_sharing": "none"},
+    "Random": {"projection_type": "random"},
+    "MeanPooling": {"projection_type": "mean_pooling"},
+    "MaxPooling": {"projection_type": "max_pooling"},
+    "Convolution": {"projection_type": "convolution"},
 }
 FLAGS = {
     # read by ModelTesterMixin
@@ -66,9 +62,8 @@ FLAGS = {
     # set to True once `resize_position_embeddings` / `get_position_embeddings` exist (projections must be resized too)
     "test_resize_position_embeddings": False,
 }
-# ------------------------------------------------------------------ adapt ----
 
-from make_tiny_models import write_tiny_models  # noqa: E402
+from make_tiny_models import write_tiny_models
 
 if "TRANSFORMERS_TINY_MODEL_PATH" not in os.environ:  # read once, when tests.test_pipeline_mixin is imported
     _TINY = tempfile.TemporaryDirectory(prefix="tiny_linformer_")
@@ -80,10 +75,10 @@ if "TRANSFORMERS_TINY_MODEL_PATH" not in os.environ:  # read once, when tests.te
         TINY_CONFIG["max_position_embeddings"],
     )
 
-import torch  # noqa: E402
+import torch
 
-from transformers.models.auto import modeling_auto  # noqa: E402
-from transformers.testing_utils import require_torch, torch_device  # noqa: E402
+from transformers.models.auto import modeling_auto
+from transformers.testing_utils import require_torch, torch_device
 
 # The common tests find out what a head is by looking the class NAME up in these tables. Without the next loop about
 # thirty of them fail for the wrong reason (no labels, inputs without the choices axis) and others, such as the problem
@@ -91,9 +86,9 @@ from transformers.testing_utils import require_torch, torch_device  # noqa: E402
 for _table, _cls in HEADS.items():
     getattr(modeling_auto, _table)[CONFIG.model_type] = _cls.__name__
 
-from tests.test_configuration_common import ConfigTester  # noqa: E402
-from tests.test_modeling_common import ModelTesterMixin, ids_tensor, random_attention_mask  # noqa: E402
-from tests.test_pipeline_mixin import PipelineTesterMixin  # noqa: E402
+from tests.test_configuration_common import ConfigTester
+from tests.test_modeling_common import ModelTesterMixin, ids_tensor, random_attention_mask
+from tests.test_pipeline_mixin import PipelineTesterMixin
 
 
 class LinformerModelTester:
@@ -105,6 +100,9 @@ class LinformerModelTester:
         self.batch_size = 13
         self.seq_length = SEQ_LENGTH
         self.key_length = PROJECTED_LENGTH  # last axis of `attentions`, read by the common tests
+        if self.config_kwargs.get("projection_type") == "convolution":
+            stride = -(-self.config_kwargs["max_position_embeddings"] // PROJECTED_LENGTH)
+            self.key_length = -(-SEQ_LENGTH // stride)
         self.is_training = True
         self.num_labels = 3
         self.num_choices = 4

@@ -1,0 +1,986 @@
+"""What the training scripts in `examples/` share, apart from their data.
+
+Arguments and recipe files, output folders that are never left half written, a `Trainer` and an Accelerate loop that
+resume exactly, and the figures and files that every run leaves behind.
+"""
+
+import contextlib
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import sys
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import datasets
+import torch
+import transformers
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DataLoaderConfiguration
+from huggingface_hub import HfApi
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+from transformers import CONFIG_MAPPING, HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
+from transformers.integrations import is_tensorboard_available
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints, sort_checkpoints
+
+
+logger = logging.getLogger(__name__)
+
+RESULTS_NAME = "all_results.json"
+LOSS_CURVE_NAME = "loss_curve.png"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Arguments
+# ---------------------------------------------------------------------------------------------------------------------
+
+_OVERWRITE_HELP = "Train anew in a folder that holds a run: its checkpoints are deleted when training starts."
+
+
+@dataclass
+class ModelArguments:
+    """Which model and tokenizer to start from."""
+
+    model_name_or_path: str | None = field(
+        default=None, metadata={"help": "Folder or Hub name of the checkpoint to start from."}
+    )
+    config_overrides: dict | str | None = field(
+        default=None,
+        metadata={"help": "Config values that replace the defaults or the checkpoint's, as in `a=1,b=[2,3],c=gelu`."},
+    )
+    tokenizer_name: str | None = field(
+        default=None, metadata={"help": "Folder or Hub name of the tokenizer, if it is not the model's."}
+    )
+    cache_dir: str | None = field(default=None, metadata={"help": "Where downloads and prepared data are kept."})
+    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of the model on the Hub."})
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run the code that comes with a Hub model."})
+
+    def hub_options(self) -> dict[str, Any]:
+        """The options that every `from_pretrained` of a script takes."""
+        return {
+            "cache_dir": self.cache_dir,
+            "revision": self.model_revision,
+            "trust_remote_code": self.trust_remote_code,
+        }
+
+
+@dataclass
+class TrainingArguments(transformers.TrainingArguments):
+    """Those of Transformers, with `overwrite_output_dir` of version 4, and TensorBoard on where it is installed."""
+
+    report_to: list[str] | str | None = field(  # in an order that HfArgumentParser can read
+        default="tensorboard" if is_tensorboard_available() else "none",
+        metadata={"help": "Where to log to: tensorboard, wandb, ..., all or none."},
+    )
+    dataloader_pin_memory: bool = field(
+        default=torch.cuda.is_available(), metadata={"help": "Pin memory in data loaders; on if there is a GPU."}
+    )
+    overwrite_output_dir: bool = field(default=False, metadata={"help": _OVERWRITE_HELP})
+
+
+@dataclass
+class AccelerateArguments:
+    """The part of `TrainingArguments` that the Accelerate scripts follow, under the same names.
+
+    So one recipe file serves both scripts of a pair. The names that Transformers' own `no_trainer` scripts use
+    (`--max_train_steps`, `--num_warmup_steps`, `--checkpointing_steps`) are accepted on the command line as well.
+    """
+
+    output_dir: str = field(default="trainer_output", metadata={"help": "Folder for the model and the checkpoints."})
+    overwrite_output_dir: bool = field(default=False, metadata={"help": _OVERWRITE_HELP})
+    resume_from_checkpoint: str | None = field(
+        default=None, metadata={"help": "A checkpoint folder, or `true` for the newest one in the output folder."}
+    )
+    do_train: bool = field(default=False, metadata={"help": "Train."})
+    do_eval: bool = field(default=False, metadata={"help": "Evaluate on the validation data."})
+    do_predict: bool = field(default=False, metadata={"help": "Write predictions for the test data."})
+    per_device_train_batch_size: int = field(default=8, metadata={"help": "Examples per device and forward pass."})
+    per_device_eval_batch_size: int = field(default=8, metadata={"help": "The same, for evaluation."})
+    gradient_accumulation_steps: int = field(default=1, metadata={"help": "Forward passes for each optimizer step."})
+    learning_rate: float = field(default=5e-5, metadata={"help": "Highest learning rate of AdamW."})
+    weight_decay: float = field(default=0.0, metadata={"help": "Of all weights but biases and layer norms."})
+    adam_beta1: float = field(default=0.9, metadata={"help": "Beta1 of AdamW."})
+    adam_beta2: float = field(default=0.999, metadata={"help": "Beta2 of AdamW."})
+    adam_epsilon: float = field(default=1e-8, metadata={"help": "Epsilon of AdamW."})
+    max_grad_norm: float = field(default=1.0, metadata={"help": "Gradients are clipped to this norm; 0 for never."})
+    num_train_epochs: float = field(default=3.0, metadata={"help": "Passes over the training data."})
+    max_steps: int = field(
+        default=-1, metadata={"help": "Optimizer steps, in place of epochs.", "aliases": ["--max_train_steps"]}
+    )
+    lr_scheduler_type: str = field(default="linear", metadata={"help": "linear, cosine, constant_with_warmup, ..."})
+    warmup_steps: float = field(
+        default=0, metadata={"help": "Steps of warmup; below 1, a share of all.", "aliases": ["--num_warmup_steps"]}
+    )
+    logging_steps: int = field(default=500, metadata={"help": "Optimizer steps between two logged losses."})
+    eval_strategy: Literal["no", "steps", "epoch"] = field(
+        default="no", metadata={"help": "Evaluate in training: no, steps or epoch."}
+    )
+    eval_steps: int | None = field(default=None, metadata={"help": "As logging_steps, unless given."})
+    save_strategy: Literal["no", "steps", "epoch"] = field(
+        default="steps", metadata={"help": "Save checkpoints: no, steps or epoch."}
+    )
+    save_steps: int = field(
+        default=500,
+        metadata={"help": "Optimizer steps between two checkpoints.", "aliases": ["--checkpointing_steps"]},
+    )
+    save_total_limit: int | None = field(default=None, metadata={"help": "Keep only that many checkpoints."})
+    seed: int = field(default=42, metadata={"help": "Of everything random."})
+    bf16: bool = field(default=False, metadata={"help": "bfloat16 mixed precision."})
+    fp16: bool = field(default=False, metadata={"help": "float16 mixed precision."})
+    dataloader_num_workers: int = field(default=0, metadata={"help": "Processes that load data."})
+    report_to: str = field(
+        default="tensorboard" if is_tensorboard_available() else "none",
+        metadata={"help": "Where to log to: tensorboard, wandb, ..., all or none."},
+    )
+    push_to_hub: bool = field(default=False, metadata={"help": "Upload the final model to the Hub."})
+    hub_model_id: str | None = field(
+        default=None, metadata={"help": "Its name there; the output folder's if not set."}
+    )
+    hub_token: str | None = field(default=None, metadata={"help": "Token for the Hub, if you are not logged in."})
+
+    def __post_init__(self):
+        self.do_eval = self.do_eval or self.eval_strategy != "no"  # as in TrainingArguments
+
+    def accelerator(self) -> Accelerator:
+        """The `Accelerator` that these arguments describe."""
+        precision = "bf16" if self.bf16 else "fp16" if self.fp16 else "no"
+        return Accelerator(
+            cpu=not torch.cuda.is_available() and not torch.backends.mps.is_available(),
+            mixed_precision=precision,
+            log_with=None if self.report_to == "none" else self.report_to,
+            project_dir=self.output_dir,
+            # The order of the examples then depends on seed and epoch only, which is what resuming needs.
+            dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=self.seed),
+        )
+
+
+def parse_arguments(*dataclass_types: type, argv: list[str] | None = None) -> tuple[Any, ...]:
+    """Reads flags, or a recipe file with the flags that change it.
+
+    Args:
+        dataclass_types: The argument dataclasses to fill.
+        argv: Flags; the command line's if None. If the first one ends in `.json`, it names a recipe: a file with a
+            JSON object whose keys are the long names of the flags. The flags after it win over it.
+
+    Returns:
+        One filled instance for each dataclass.
+    """
+    parser = HfArgumentParser(dataclass_types)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv and argv[0].endswith(".json"):
+        recipe_file = Path(argv.pop(0))
+        if not recipe_file.is_file():
+            raise ValueError(f"There is no recipe file {recipe_file}")
+        recipe = json.loads(recipe_file.read_text(encoding="utf-8"))
+        known = {action.dest for action in parser._actions}
+        if unknown := sorted(set(recipe) - known):
+            raise ValueError(f"{recipe_file} sets {', '.join(unknown)}, which this script does not know; see --help")
+        parser.set_defaults(**recipe)
+    return parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+
+
+def start_run(args: TrainingArguments | AccelerateArguments) -> str | None:
+    """Begins a script: logging, seed, and a look at the output folder before anything is spent.
+
+    Args:
+        args: The script's training arguments.
+
+    Returns:
+        The checkpoint to resume from, if any.
+    """
+    main_process = PartialState().is_main_process
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
+    logger.setLevel(logging.INFO if main_process else logging.ERROR)
+    if not main_process:
+        datasets.utils.logging.disable_progress_bar()
+    if not (args.do_train or args.do_eval or args.do_predict):
+        raise ValueError("Nothing to do: pass --do_train, --do_eval or --do_predict")
+    transformers.set_seed(args.seed)
+    checkpoint = args.resume_from_checkpoint if args.do_train else None
+    return prepare_output_dir(args.output_dir, args.overwrite_output_dir, checkpoint)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Files and folders
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def load_data_files(cache_dir: str | None, streaming: bool = False, **files: str | None) -> dict[str, Any]:
+    """Loads csv, tsv, json, jsonl or text files, one for each split.
+
+    Args:
+        cache_dir: Where prepared data are kept.
+        streaming: Read on the fly instead.
+        **files: The file of each split; None where there is none. `sample_by` goes to the reader of text files.
+
+    Returns:
+        The data of each split that has a file.
+
+    Raises:
+        ValueError: If a file is missing, empty, or of an unknown kind.
+    """
+    sample_by = files.pop("sample_by", None) or "line"
+    loaded = {}
+    for split, file in files.items():
+        if file is None:
+            continue
+        if not Path(file).is_file():
+            raise ValueError(f"--{split}_file {file} does not exist: check the path")
+        with open(file, "rb") as handle:
+            if not handle.read(4096).strip():
+                raise ValueError(f"--{split}_file {file} is empty: it needs at least one example")
+        kind = Path(file).suffix.lstrip(".")
+        options: dict[str, Any] = {
+            "csv": {"path": "csv"},
+            "tsv": {"path": "csv", "sep": "\t"},
+            "json": {"path": "json"},
+            "jsonl": {"path": "json"},
+            "txt": {"path": "text", "sample_by": sample_by},
+        }.get(kind, {})
+        if not options:
+            raise ValueError(f"--{split}_file {file} ends in .{kind}; csv, tsv, json, jsonl and txt can be read")
+        data = datasets.load_dataset(
+            **options, data_files={split: file}, split=split, cache_dir=cache_dir, streaming=streaming
+        )
+        if not streaming and len(data) == 0:
+            raise ValueError(f"--{split}_file {file} has no rows: it needs at least one example")
+        loaded[split] = data
+    return loaded
+
+
+def checkpoint_problem(checkpoint: str | os.PathLike) -> str | None:
+    """Says why a checkpoint cannot be resumed from, without loading it.
+
+    Args:
+        checkpoint: The folder of the checkpoint.
+
+    Returns:
+        The reason, or None if every file is complete.
+    """
+    checkpoint = Path(checkpoint)
+    try:
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+        for weights in checkpoint.glob("*.safetensors"):
+            with safe_open(weights, framework="pt"):  # compares the header with the length of the file
+                pass
+    except (OSError, ValueError, SafetensorError) as error:
+        return str(error)
+    # What torch.save writes is a zip file, whose directory comes last.
+    broken = [file.name for file in checkpoint.glob("*.*") if file.suffix in {".pt", ".pth", ".bin", ".pkl"}]
+    broken = [name for name in broken if not zipfile.is_zipfile(checkpoint / name)]
+    if broken:
+        return f"{', '.join(broken)} cut short"
+    # Sharded formats keep the weights in folders of their own.
+    if not any(file.is_dir() or file.suffix in {".safetensors", ".bin"} for file in checkpoint.iterdir()):
+        return "no weights"
+    return None
+
+
+def newest_checkpoint(output_dir: str | os.PathLike) -> str | None:
+    """The newest checkpoint in a folder that is complete, or None."""
+    for checkpoint in reversed(sort_checkpoints(str(output_dir))):
+        problem = checkpoint_problem(checkpoint)
+        if problem is None:
+            return checkpoint
+        logger.warning("Passing over %s: %s", checkpoint, problem)
+    return None
+
+
+def prepare_output_dir(
+    output_dir: str | os.PathLike, overwrite: bool = False, resume_from_checkpoint: str | bool | None = None
+) -> str | None:
+    """Refuses a folder that already holds a run, unless the user said what to do with it. Changes nothing.
+
+    Args:
+        output_dir: The folder of the run.
+        overwrite: Whether a new run may take its place.
+        resume_from_checkpoint: A checkpoint to go on from, or True or `"true"` for the newest complete one.
+
+    Returns:
+        The checkpoint to resume from, or None.
+
+    Raises:
+        ValueError: If the folder is in use, or if there is no such checkpoint.
+    """
+    output_dir = Path(output_dir)
+    resume = str(resume_from_checkpoint or "false")
+    if resume.lower() == "true":
+        checkpoint = newest_checkpoint(output_dir)
+        if checkpoint is None:
+            raise ValueError(f"{output_dir} has no complete checkpoint: leave out --resume_from_checkpoint to start")
+        return checkpoint
+    if resume.lower() != "false":
+        if problem := checkpoint_problem(resume):
+            raise ValueError(
+                f"--resume_from_checkpoint {resume} cannot be loaded ({problem}); "
+                "`--resume_from_checkpoint true` takes the newest complete checkpoint of the output folder"
+            )
+        return resume
+    traces = (f"{PREFIX_CHECKPOINT_DIR}-*", "*.safetensors", TRAINER_STATE_NAME, RESULTS_NAME)
+    if not overwrite and any(True for trace in traces for _ in output_dir.glob(trace)):
+        raise ValueError(
+            f"{output_dir} already holds a run: continue it with --resume_from_checkpoint true, replace it with "
+            "--overwrite_output_dir, or choose another --output_dir"
+        )
+    return None
+
+
+def remove_checkpoints(output_dir: str | os.PathLike) -> None:
+    """Deletes the checkpoints of an earlier run, so that nobody resumes from them by mistake."""
+    state = PartialState()
+    if state.is_main_process:
+        for checkpoint in sort_checkpoints(str(output_dir)):
+            shutil.rmtree(checkpoint)
+    state.wait_for_everyone()
+
+
+@contextlib.contextmanager
+def atomic_directory(path: str | os.PathLike, merge: bool = False) -> Iterator[Path]:
+    """Gives a temporary folder and moves it into place once everything in it is written.
+
+    A full disk or an interrupt in the middle leaves what was there before, and no temporary folder. Every process of a
+    distributed run has to enter it.
+
+    Args:
+        path: The folder to write.
+        merge: Whether the files go beside those that are already there, replacing those of the same name. Otherwise
+            the folder is replaced as a whole.
+
+    Yields:
+        The temporary folder; it has the last name of `path`.
+
+    Raises:
+        OSError: If the content cannot be written.
+    """
+    path = Path(path)
+    # On the same file system, so that the move is one rename.
+    workspace = (path if merge else path.parent) / f".tmp-{path.name}"
+    temporary, previous = workspace / path.name, workspace / "previous"
+    state = PartialState()
+    if state.is_main_process:
+        shutil.rmtree(workspace, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    state.wait_for_everyone()
+    try:
+        yield temporary
+        state.wait_for_everyone()
+        if state.is_main_process:
+            _sync(temporary)
+            if merge:
+                for file in temporary.iterdir():
+                    os.replace(file, path / file.name)
+            else:
+                if path.exists():
+                    os.replace(path, previous)
+                os.replace(temporary, path)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own for a full disk
+        raise OSError(f"Could not save {path}: {error}. What was saved before is untouched.") from error
+    finally:
+        if state.is_main_process:
+            if previous.exists() and not path.exists():
+                os.replace(previous, path)
+            shutil.rmtree(workspace, ignore_errors=True)
+    state.wait_for_everyone()
+
+
+def _sync(folder: Path) -> None:
+    """Waits until the files are on the disk, where a full one may show only now."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            with file.open("rb+") as handle:
+                os.fsync(handle.fileno())
+
+
+def write_json(path: str | os.PathLike, data: Any) -> None:
+    """Writes a JSON file that is there completely or not at all.
+
+    Args:
+        path: The file.
+        data: What to write.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".tmp-{path.name}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def plot_loss_curve(log_history: list[dict[str, float]], path: str | os.PathLike) -> None:
+    """Draws training and validation loss over the steps.
+
+    Args:
+        log_history: That of a `TrainerState`.
+        path: The PNG file to write; nothing is written if no loss was logged.
+    """
+    from matplotlib.figure import Figure  # without pyplot: no display needed, nothing global
+
+    axes = Figure(figsize=(7, 4), layout="constrained").subplots()
+    for key, label in (("loss", "training"), ("eval_loss", "validation")):
+        points = [(entry["step"], entry[key]) for entry in log_history if key in entry]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, marker="o" if len(points) < 30 else None, markersize=3)
+    if not axes.lines:
+        return
+    axes.set(xlabel="step", ylabel="loss")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    axes.figure.savefig(path, dpi=150, metadata={"Software": None})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Model and loss
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def parse_overrides(overrides: dict | str | None) -> dict[str, Any]:
+    """Reads `--config_overrides`.
+
+    Args:
+        overrides: As in `a=1,b=[2,3],c=gelu`; or a dict, from a recipe file.
+
+    Returns:
+        The values by name.
+    """
+    if not isinstance(overrides, str):
+        return dict(overrides or {})
+    parsed = {}
+    for item in re.split(r",(?![^\[]*\])", overrides):  # not at the commas of a list
+        name, equals, value = item.partition("=")
+        if not equals:
+            raise ValueError(f"--config_overrides {overrides}: {item!r} is not of the form name=value")
+        try:
+            parsed[name.strip()] = json.loads(value.lower() if value in {"True", "False"} else value)
+        except json.JSONDecodeError:
+            parsed[name.strip()] = value
+    return parsed
+
+
+def check_overrides(config: transformers.PreTrainedConfig, overrides: dict[str, Any]) -> None:
+    """Refuses names that the config does not have.
+
+    Args:
+        config: A config of the model.
+        overrides: What the user wants to set.
+    """
+    if unknown := sorted(name for name in overrides if not hasattr(config, name)):
+        raise ValueError(f"--config_overrides: {type(config).__name__} has no {', '.join(unknown)}")
+
+
+def longest_input(model: PreTrainedModel) -> int | None:
+    """The number of tokens that the position embeddings of a model have room for, or None without a limit."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    for name, module in model.named_modules():
+        # Those of the RoBERTa kind begin after the padding index, which takes up the first rows.
+        if limit and name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            return limit - module.padding_idx - 1
+    return limit
+
+
+def config_from_scratch(
+    model_type: str, tokenizer: PreTrainedTokenizerBase, max_seq_length: int, overrides: dict[str, Any]
+) -> transformers.PreTrainedConfig:
+    """The config of a new model that fits a tokenizer and a sequence length.
+
+    Args:
+        model_type: As in `CONFIG_MAPPING`, for example `"linformer"` or `"roberta"`.
+        tokenizer: Gives vocabulary size and special tokens.
+        max_seq_length: The longest input in tokens, special tokens included.
+        overrides: Values to set on top.
+
+    Returns:
+        The config.
+    """
+    if model_type not in CONFIG_MAPPING:
+        raise ValueError(f"--model_type {model_type} is unknown; among others there are linformer, roberta and bert")
+    config_class = CONFIG_MAPPING[model_type]
+    default = config_class()
+    check_overrides(default, overrides)
+    values = {
+        "vocab_size": len(tokenizer),
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "max_position_embeddings": max_seq_length,
+    }
+    values = {name: value for name, value in values.items() if hasattr(default, name)} | overrides
+    projected_length = getattr(default, "projected_length", 0)
+    if projected_length > max_seq_length and "projected_length" not in overrides:
+        values["projected_length"] = max(max_seq_length // 2, 1)
+        logger.info(
+            "projected_length is %d, as its default of %d does not fit in --max_seq_length %d; "
+            "choose it with --config_overrides projected_length=...",
+            *(values["projected_length"], projected_length, max_seq_length),
+        )
+    config = config_class(**values)
+    if "max_position_embeddings" in values and "max_position_embeddings" not in overrides:
+        with torch.device("meta"):  # no memory, no time: only to see how positions are counted
+            probe = transformers.AutoModelForMaskedLM.from_config(config_class(**{**values, "num_hidden_layers": 1}))
+        config.max_position_embeddings += max_seq_length - (longest_input(probe) or max_seq_length)
+    return config
+
+
+def label_loss(
+    outputs: Any,
+    labels: torch.Tensor,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """The loss of a masked LM or a sequence classifier, divided by the labels of the whole accumulated batch.
+
+    Models differ in whether they divide by `num_items_in_batch` or ignore it (in Transformers 5.24 RoBERTa ignores it,
+    and its loss grows with the accumulation steps). Computing the loss here makes 8 x 1 equal 2 x 4 for each of them.
+
+    Args:
+        outputs: The model's outputs, with `logits` of shape (..., classes), or (b, 1) for a regression.
+        labels: Class indices with -100 where there is no label, or float targets for a regression.
+        num_items_in_batch: The number of labels to divide by; those in `labels` if None.
+        label_smoothing: As in `torch.nn.functional.cross_entropy`.
+
+    Returns:
+        The loss, a scalar.
+    """
+    logits = outputs["logits"]
+    if labels.is_floating_point():
+        total = nn.functional.mse_loss(logits.float().view_as(labels), labels.float(), reduction="sum")
+        return total / (labels.numel() if num_items_in_batch is None else num_items_in_batch)
+    labelled = labels != -100  # picked before the cast to float32: 15 % of the logits of a masked LM
+    total = nn.functional.cross_entropy(
+        logits[labelled].float(), labels[labelled], reduction="sum", label_smoothing=label_smoothing
+    )
+    return total / (labelled.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
+
+
+def derived_seed(*parts: Any, data: bytes = b"") -> int:
+    """A seed of 32 bits that depends on all arguments and nothing else."""
+    return zlib.crc32(data, zlib.crc32(repr(parts).encode()))
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), or infinity where that overflows."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Trainer
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Trainer(transformers.Trainer):
+    """`transformers.Trainer` that leaves no folder half written, and whose resumed runs end like uninterrupted ones.
+
+    Checkpoints and the final model are written beside their place and moved. Evaluation leaves the random state as it
+    was, a collator with `set_epoch` is told the epoch, and the sums behind the logged losses are kept in the
+    checkpoints. The loss is `label_loss`.
+
+    Args:
+        eval_collator: Collator for evaluation, if it is not `data_collator`.
+        **kwargs: As for `transformers.Trainer`.
+    """
+
+    def __init__(self, *, eval_collator: Callable | None = None, **kwargs: Any):
+        loss_function = partial(label_loss, label_smoothing=kwargs["args"].label_smoothing_factor)
+        super().__init__(compute_loss_func=loss_function, **kwargs)
+        self.eval_collator = eval_collator or self.data_collator
+        self.add_callback(_RestoreRunningLoss(self))
+        self._run_dir_in_use: str | None = None
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        """As in `transformers.Trainer`, with the collator for evaluation."""
+        train_collator, self.data_collator = self.data_collator, self.eval_collator
+        try:
+            return super().get_eval_dataloader(eval_dataset)
+        finally:
+            self.data_collator = train_collator
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As in `transformers.Trainer`; the random numbers of training are left alone."""
+        with torch.random.fork_rng(devices=[]):
+            return super().evaluate(*args, **kwargs)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if hasattr(self.data_collator, "set_epoch"):
+            self.data_collator.set_epoch(kwargs["epoch"])
+        super()._run_epoch(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As in `transformers.Trainer`; `train_loss` is the mean over the whole run, resumed or not."""
+        if "train_loss" in logs:
+            logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step, 1)
+        super().log(logs, start_time)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._run_dir_in_use or super()._get_output_dir(trial)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._run_dir_in_use is None:  # only once the checkpoint is in its place
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        run_dir = Path(self._get_output_dir(trial))
+        checkpoint = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        self.state.stateful_callbacks[_RestoreRunningLoss.__name__] = {
+            "total": self._total_loss_scalar,
+            "not_logged": self.accelerator.gather(self._tr_loss).mean().item(),
+            "last_logged": self._globalstep_last_logged,
+        }
+        with atomic_directory(checkpoint) as temporary:
+            self._run_dir_in_use = str(temporary.parent)
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._run_dir_in_use = None
+            best = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.best_global_step}"
+            if best == checkpoint or best.is_dir():
+                self.state.best_model_checkpoint = str(best)
+                if self.args.should_save:
+                    self.state.save_to_json(str(temporary / TRAINER_STATE_NAME))
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(checkpoint))
+        if self.args.should_save:
+            best_checkpoint = self.state.best_model_checkpoint
+            rotate_checkpoints(str(run_dir), self.args.save_total_limit, best_checkpoint, use_mtime=True)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As in `transformers.Trainer`, but an interrupt in the middle leaves what was there before."""
+        if self._run_dir_in_use is not None:
+            super().save_model(output_dir, _internal_call)
+            return
+        with atomic_directory(output_dir or self.args.output_dir, merge=True) as temporary:
+            super().save_model(str(temporary), _internal_call=True)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """As in `transformers.Trainer`, which has the origin wrong for models from scratch and from a local folder."""
+        super().create_model_card(*args, **kwargs)
+        source = self.model.config._name_or_path
+        card = Path(self.args.output_dir, "README.md")
+        if not card.is_file():
+            return
+        text = card.read_text(encoding="utf-8")
+        if not source:
+            hub_link = "is a fine-tuned version of [](https://huggingface.co/) on"
+            text = text.replace(hub_link, "was trained from scratch on")
+        elif Path(source).is_dir():
+            text = text.replace("was trained from scratch on", f"is a fine-tuned version of `{Path(source).name}` on")
+        card.write_text(text, encoding="utf-8")
+
+    def finish(self, results: dict[str, float], **card: Any) -> dict[str, float]:
+        """Writes what a run leaves behind, and uploads it if asked to.
+
+        Args:
+            results: The figures for `all_results.json`.
+            **card: As for `create_model_card`.
+
+        Returns:
+            `results`.
+        """
+        if self.args.do_train:
+            self.save_model(_internal_call=True)
+            self.save_state()
+        if self.is_world_process_zero():
+            write_results(self.args.output_dir, results, self.state.log_history)
+        if self.args.push_to_hub:
+            self.push_to_hub(**card)
+        elif self.args.do_train:
+            self.create_model_card(**card)
+        return results
+
+
+class _RestoreRunningLoss(transformers.TrainerCallback):
+    """Gives a resumed run the loss sums of the steps before it, so that it logs what an uninterrupted one logs."""
+
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        sums = state.stateful_callbacks.get(type(self).__name__)
+        if sums is not None:
+            self.trainer._total_loss_scalar = sums["total"]
+            self.trainer._tr_loss += sums["not_logged"]
+            self.trainer._globalstep_last_logged = sums["last_logged"]
+
+
+def write_results(output_dir: str, results: dict[str, float], log_history: list[dict[str, float]]) -> None:
+    """Writes `all_results.json` and the loss curve, and logs the figures.
+
+    Args:
+        output_dir: The folder of the run.
+        results: The figures.
+        log_history: That of a `TrainerState`.
+    """
+    write_json(Path(output_dir, RESULTS_NAME), results)
+    plot_loss_curve(log_history, Path(output_dir, LOSS_CURVE_NAME))
+    for name, value in sorted(results.items()):
+        logger.info("  %s = %s", name, f"{value:.4f}" if isinstance(value, float) else value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Accelerate
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class AccelerateRun:
+    """The training loop of the Accelerate scripts: plain steps, with exact resume and safe checkpoints.
+
+    Args:
+        args: The training arguments.
+        model: The model; `run.model` is the prepared one.
+        tokenizer: Saved with the model.
+        checkpoint: The checkpoint to resume from, if any.
+    """
+
+    def __init__(
+        self,
+        args: AccelerateArguments,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        checkpoint: str | None = None,
+    ):
+        self.args, self.tokenizer, self.checkpoint = args, tokenizer, checkpoint
+        self.accelerator = args.accelerator()
+        decayed = set(transformers.Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+        parameters = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        groups = [
+            {"params": [p for name, p in parameters if name in decayed], "weight_decay": args.weight_decay},
+            {"params": [p for name, p in parameters if name not in decayed], "weight_decay": 0.0},
+        ]
+        betas = (args.adam_beta1, args.adam_beta2)
+        optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        # Weights go through save_pretrained: each checkpoint is then a model folder, with config, code and tokenizer.
+        self.accelerator.register_save_state_pre_hook(self._save_weights)
+        self.accelerator.register_load_state_pre_hook(self._load_weights)
+        # What a checkpoint keeps beside weights, optimizer and schedule; the names are those of `TrainerState`.
+        self.state: dict[str, Any] = {
+            "global_step": 0,
+            "epoch": 0.0,
+            "loss_sum": 0.0,
+            "not_logged": 0.0,
+            "log_history": [],
+        }
+
+    def _save_weights(self, models: list[nn.Module], weights: list[dict], output_dir: str) -> None:
+        self._save_pretrained(output_dir)
+        weights.clear()
+
+    def _load_weights(self, models: list[nn.Module], input_dir: str) -> None:
+        model = self.accelerator.unwrap_model(models.pop())
+        model.load_state_dict(type(model).from_pretrained(input_dir).state_dict())
+
+    def _save_pretrained(self, output_dir: str | os.PathLike) -> None:
+        self.accelerator.unwrap_model(self.model).save_pretrained(
+            output_dir,
+            state_dict=self.accelerator.get_state_dict(self.model),
+            is_main_process=self.accelerator.is_main_process,
+        )
+        if self.accelerator.is_main_process:
+            self.tokenizer.save_pretrained(output_dir)
+
+    def train(
+        self,
+        train_dataset: Any,
+        collator: Callable,
+        evaluate: Callable[[], dict[str, float]] | None = None,
+    ) -> dict[str, float]:
+        """Trains, or goes on from the checkpoint.
+
+        Args:
+            train_dataset: A `Dataset`, or an endless `IterableDataset` together with `max_steps`.
+            collator: Makes batches with `labels`; if it has `set_epoch`, it is told the epoch.
+            evaluate: Called between steps as `eval_strategy` says; returns figures to log.
+
+        Returns:
+            Figures on the training.
+        """
+        args, accelerator, state = self.args, self.accelerator, self.state
+        streaming = isinstance(train_dataset, torch.utils.data.IterableDataset)
+        loader = accelerator.prepare(
+            DataLoader(
+                train_dataset,
+                batch_size=args.per_device_train_batch_size,
+                shuffle=not streaming,
+                collate_fn=collator,
+                num_workers=args.dataloader_num_workers,
+            )
+        )
+        window_size = args.gradient_accumulation_steps
+        steps_per_epoch = args.max_steps if streaming else math.ceil(len(loader) / window_size)
+        max_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps_per_epoch)
+        warmup = int(args.warmup_steps) if args.warmup_steps >= 1 else math.ceil(args.warmup_steps * max_steps)
+        scheduler = get_scheduler(args.lr_scheduler_type, self.optimizer, warmup, max_steps)
+        accelerator.register_for_checkpointing(scheduler)
+        if accelerator.log_with:
+            accelerator.init_trackers("runs", config={k: v for k, v in asdict(args).items() if v is not None})
+        if self.checkpoint:
+            accelerator.load_state(self.checkpoint)
+            state.update(json.loads(Path(self.checkpoint, TRAINER_STATE_NAME).read_text(encoding="utf-8")))
+            logger.info("Resuming after step %d", state["global_step"])
+
+        progress = tqdm(
+            total=max_steps, initial=state["global_step"], desc="train", disable=not accelerator.is_main_process
+        )
+        last_logged = max((entry["step"] for entry in state["log_history"] if "loss" in entry), default=0)
+        while state["global_step"] < max_steps:
+            epoch, done = divmod(state["global_step"], steps_per_epoch)
+            loader.set_epoch(epoch)
+            if hasattr(collator, "set_epoch"):
+                collator.set_epoch(epoch)
+            batches = iter(accelerator.skip_first_batches(loader, done * window_size) if done else loader)
+            while state["global_step"] < max_steps and (window := list(islice(batches, window_size))):
+                # Dropout depends on the step and nothing before it, so a resumed run sees the same.
+                transformers.set_seed(derived_seed(args.seed, state["global_step"], accelerator.process_index))
+                loss, grad_norm = self._step(window)
+                learning_rate = scheduler.get_last_lr()[0]
+                scheduler.step()
+                state["global_step"] += 1
+                state["epoch"] = state["global_step"] / steps_per_epoch
+                state["loss_sum"] += loss
+                state["not_logged"] += loss
+                progress.update()
+                ends = state["global_step"] == max_steps
+                epoch_ends = ends or state["global_step"] % steps_per_epoch == 0
+                if state["global_step"] % args.logging_steps == 0:
+                    mean = state["not_logged"] / (state["global_step"] - last_logged)
+                    last_logged, state["not_logged"] = state["global_step"], 0.0
+                    self.log({"loss": mean, "learning_rate": learning_rate, "grad_norm": grad_norm})
+                    progress.set_postfix(loss=f"{mean:.3f}")
+                if evaluate and self._due(args.eval_strategy, args.eval_steps or args.logging_steps, epoch_ends):
+                    self.log(evaluate())
+                if self._due(args.save_strategy, args.save_steps, epoch_ends) or (ends and args.save_strategy != "no"):
+                    self._save_checkpoint()
+        progress.close()
+        return {"train_loss": state["loss_sum"] / max(state["global_step"], 1), "epoch": state["epoch"]}
+
+    def _step(self, window: list[dict[str, torch.Tensor]]) -> tuple[float, float]:
+        """One optimizer step over the batches of a window; returns loss and gradient norm."""
+        accelerator, args = self.accelerator, self.args
+        self.model.train()
+        num_labels = accelerator.reduce(sum(batch["labels"].ne(-100).sum() for batch in window), "sum")
+        total = torch.zeros((), device=accelerator.device)
+        for index, batch in enumerate(window):
+            last = index == len(window) - 1
+            with contextlib.nullcontext() if last else accelerator.no_sync(self.model):
+                labels = batch.pop("labels")
+                loss = label_loss(self.model(**batch), labels, num_labels)
+                accelerator.backward(loss * accelerator.num_processes)  # gradients are averaged over processes
+                total += loss.detach()
+        grad_norm = math.nan
+        if args.max_grad_norm > 0:
+            grad_norm = float(accelerator.clip_grad_norm_(self.model.parameters(), args.max_grad_norm))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(accelerator.reduce(total, "sum")), grad_norm
+
+    def _due(self, strategy: str, steps: int, epoch_ends: bool) -> bool:
+        return epoch_ends if strategy == "epoch" else strategy == "steps" and self.state["global_step"] % steps == 0
+
+    def log(self, figures: dict[str, float]) -> None:
+        """Adds figures to the log history and to the trackers.
+
+        Args:
+            figures: The figures by name.
+        """
+        step = self.state["global_step"]
+        self.state["log_history"].append({**figures, "epoch": self.state["epoch"], "step": step})
+        self.accelerator.log(figures, step=step)
+
+    def _save_checkpoint(self) -> None:
+        output_dir = Path(self.args.output_dir)
+        with atomic_directory(output_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state['global_step']}") as temporary:
+            self.accelerator.save_state(str(temporary))
+            if self.accelerator.is_main_process:
+                write_json(temporary / TRAINER_STATE_NAME, self.state)
+        if self.accelerator.is_main_process:
+            rotate_checkpoints(str(output_dir), self.args.save_total_limit)
+
+    def evaluation_loader(self, dataset: Any, collator: Callable) -> DataLoader:
+        """A prepared loader for evaluation.
+
+        Args:
+            dataset: The data.
+            collator: Makes batches.
+
+        Returns:
+            The loader.
+        """
+        batch_size = self.args.per_device_eval_batch_size
+        return self.accelerator.prepare(DataLoader(dataset, batch_size=batch_size, collate_fn=collator))
+
+    @torch.no_grad()
+    def evaluate(
+        self, loader: DataLoader, keep_logits: bool = False
+    ) -> tuple[float, torch.Tensor | None, torch.Tensor | None]:
+        """Runs the model over a dataset.
+
+        Args:
+            loader: From `evaluation_loader`.
+            keep_logits: Whether to return logits and labels, too.
+
+        Returns:
+            Mean loss over all labels, logits and labels; the labels are None if the data have none.
+        """
+        accelerator = self.accelerator
+        self.model.eval()
+        sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+        logits, references = [], []
+        for batch in tqdm(loader, desc="evaluate", leave=False, disable=not accelerator.is_main_process):
+            labels = batch.pop("labels", None)
+            outputs = self.model(**batch)
+            if labels is not None:
+                count = labels.ne(-100).sum()
+                sums += torch.stack([label_loss(outputs, labels, 1).double(), count.double()])
+            if keep_logits:
+                logits.append(accelerator.gather_for_metrics(outputs["logits"]).float().cpu())
+                if labels is not None:
+                    references.append(accelerator.gather_for_metrics(labels).cpu())
+        loss_sum, count = accelerator.reduce(sums, "sum").tolist()
+        return (
+            loss_sum / count if count else math.nan,
+            torch.cat(logits) if logits else None,
+            torch.cat(references) if references else None,
+        )
+
+    def finish(self, results: dict[str, float]) -> dict[str, float]:
+        """Saves the final model and the figures, and uploads them if asked to.
+
+        Args:
+            results: The figures for `all_results.json`.
+
+        Returns:
+            `results`.
+        """
+        args = self.args
+        if args.do_train:
+            with atomic_directory(args.output_dir, merge=True) as temporary:
+                self._save_pretrained(temporary)
+        if self.accelerator.is_main_process:
+            if args.do_train:
+                write_json(Path(args.output_dir, TRAINER_STATE_NAME), self.state)
+            write_results(args.output_dir, results, self.state["log_history"])
+            if args.push_to_hub:
+                api = HfApi(token=args.hub_token)
+                repo_id = api.create_repo(args.hub_model_id or Path(args.output_dir).name, exist_ok=True).repo_id
+                ignored = [f"{PREFIX_CHECKPOINT_DIR}-*", ".tmp-*"]
+                api.upload_folder(repo_id=repo_id, folder_path=args.output_dir, ignore_patterns=ignored)
+        self.accelerator.end_training()
+        return results
