@@ -133,7 +133,7 @@ def prepare(model_args: ModelArguments, data_args: DataArguments, args: Any, che
     masking = partial(MaskingCollator, tokenizer, mlm_probability=data_args.mlm_probability, masking_seed=args.seed)
     eval_collator = masking()
     eval_collator.set_epoch(EVALUATION_EPOCH)
-    dataset = {"dataset": data_args.dataset_name} if data_args.dataset_name else {}
+    source = data_args.dataset_name or Path(data_args.train_file or data_args.validation_file or "").name
     return MlmSetup(
         model,
         tokenizer,
@@ -141,7 +141,7 @@ def prepare(model_args: ModelArguments, data_args: DataArguments, args: Any, che
         blocks.get("validation"),
         masking(),
         eval_collator,
-        {"tasks": "fill-mask", **dataset},
+        {"tasks": "fill-mask", "dataset": source},
     )
 
 
@@ -299,26 +299,26 @@ def pack_corpus(
         "separator": tokenizer.sep_token_id if tokenizer.sep_token_id is not None else tokenizer.eos_token_id,
         "block_size": max_seq_length,
     }
+    mapping = {"function": tokenize, "batched": True, "remove_columns": ["text"]}
     if data_args.streaming:
-        if split == "train":
-            documents = documents.repeat(None)
-        packing["documents"] = documents.map(tokenize, batched=True, remove_columns=["text"])
+        packing["documents"] = (documents.repeat(None) if split == "train" else documents).map(**mapping)
+    else:
+        packing["documents"] = documents.map(
+            **mapping,
+            num_proc=data_args.preprocessing_num_workers,
+            load_from_cache_file=not data_args.overwrite_cache,
+            desc=f"Tokenize {split} documents",
+        )
+    if next(pack(**packing), None) is None:
+        raise ValueError(
+            f"The {split} documents do not fill one block of --max_seq_length {max_seq_length} tokens: "
+            "lower it or add text"
+        )
+    if data_args.streaming:
         return datasets.IterableDataset.from_generator(pack, features=features, gen_kwargs=packing)
-    packing["documents"] = documents.map(
-        tokenize,
-        batched=True,
-        remove_columns=["text"],
-        num_proc=data_args.preprocessing_num_workers,
-        load_from_cache_file=not data_args.overwrite_cache,
-        desc=f"Tokenize {split} documents",
-    )
     cache_dir = str(Path(documents.cache_files[0]["filename"]).parent) if documents.cache_files else None
     blocks = datasets.Dataset.from_generator(pack, features=features, gen_kwargs=packing, cache_dir=cache_dir)
-    if len(blocks) == 0:
-        raise ValueError(
-            f"The {len(documents)} {split} documents do not fill one block of --max_seq_length {max_seq_length} "
-            "tokens: lower it or add text"
-        )
+    blocks.info.builder_name = "text"  # "generator" would be taken for a dataset's name in the model card
     logger.info("%d %s documents in %d blocks of %d tokens", len(documents), split, len(blocks), max_seq_length)
     return blocks
 

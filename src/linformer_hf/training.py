@@ -25,6 +25,7 @@ import datasets
 import torch
 import transformers
 from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
 from accelerate.utils import DataLoaderConfiguration
 from huggingface_hub import HfApi
 from safetensors import SafetensorError, safe_open
@@ -34,7 +35,7 @@ from tqdm.auto import tqdm
 from transformers import CONFIG_MAPPING, HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 from transformers.integrations import is_tensorboard_available
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints, sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, rotate_checkpoints, sort_checkpoints
 
 
 logger = logging.getLogger(__name__)
@@ -79,14 +80,21 @@ class ModelArguments:
 
 @dataclass
 class TrainingArguments(transformers.TrainingArguments):
-    """Those of Transformers, with `overwrite_output_dir` of version 4, and TensorBoard on where it is installed."""
+    """Those of Transformers, with `overwrite_output_dir` of version 4 and defaults that fit what is there.
+
+    TensorBoard is on where it is installed, and a machine without a GPU needs no flag for that.
+    """
 
     report_to: list[str] | str | None = field(  # in an order that HfArgumentParser can read
         default="tensorboard" if is_tensorboard_available() else "none",
         metadata={"help": "Where to log to: tensorboard, wandb, ..., all or none."},
     )
+    use_cpu: bool = field(
+        default=not torch.accelerator.is_available(),
+        metadata={"help": "Stay on the CPU; on if there is nothing else."},
+    )
     dataloader_pin_memory: bool = field(
-        default=torch.cuda.is_available(), metadata={"help": "Pin memory in data loaders; on if there is a GPU."}
+        default=torch.accelerator.is_available(), metadata={"help": "Pin memory in data loaders; off without a GPU."}
     )
     overwrite_output_dir: bool = field(default=False, metadata={"help": _OVERWRITE_HELP})
 
@@ -156,9 +164,10 @@ class AccelerateArguments:
 
     def accelerator(self) -> Accelerator:
         """The `Accelerator` that these arguments describe."""
+        AcceleratorState._reset_state()  # a second run in the same process may have another precision
         precision = "bf16" if self.bf16 else "fp16" if self.fp16 else "no"
         return Accelerator(
-            cpu=not torch.cuda.is_available() and not torch.backends.mps.is_available(),
+            cpu=not torch.accelerator.is_available(),
             mixed_precision=precision,
             log_with=None if self.report_to == "none" else self.report_to,
             project_dir=self.output_dir,
@@ -252,11 +261,13 @@ def load_data_files(cache_dir: str | None, streaming: bool = False, **files: str
         }.get(kind, {})
         if not options:
             raise ValueError(f"--{split}_file {file} ends in .{kind}; csv, tsv, json, jsonl and txt can be read")
-        data = datasets.load_dataset(
-            **options, data_files={split: file}, split=split, cache_dir=cache_dir, streaming=streaming
-        )
-        if not streaming and len(data) == 0:
-            raise ValueError(f"--{split}_file {file} has no rows: it needs at least one example")
+        try:
+            data = datasets.load_dataset(
+                **options, data_files={split: file}, split=split, cache_dir=cache_dir, streaming=streaming
+            )
+        except (datasets.exceptions.DatasetGenerationError, ValueError) as error:  # the latter where there are no rows
+            reason = error.__cause__ or error
+            raise ValueError(f"--{split}_file {file} has no rows or cannot be read as {kind}: {reason}") from error
         loaded[split] = data
     return loaded
 
@@ -603,6 +614,12 @@ class Trainer(transformers.Trainer):
         self.add_callback(_RestoreRunningLoss(self))
         self._run_dir_in_use: str | None = None
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
+        """As in `transformers.Trainer`; with `overwrite_output_dir`, the checkpoints of an earlier run go first."""
+        if self.args.overwrite_output_dir and not resume_from_checkpoint:
+            remove_checkpoints(self.args.output_dir)
+        return super().train(resume_from_checkpoint, **kwargs)
+
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """As in `transformers.Trainer`, with the collator for evaluation."""
         train_collator, self.data_collator = self.data_collator, self.eval_collator
@@ -813,6 +830,8 @@ class AccelerateRun:
             Figures on the training.
         """
         args, accelerator, state = self.args, self.accelerator, self.state
+        if args.overwrite_output_dir and not self.checkpoint:
+            remove_checkpoints(args.output_dir)
         streaming = isinstance(train_dataset, torch.utils.data.IterableDataset)
         loader = accelerator.prepare(
             DataLoader(

@@ -1,0 +1,458 @@
+import contextlib
+import json
+import resource
+import shutil
+from dataclasses import dataclass
+
+import datasets
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from transformers import RobertaConfig, RobertaForMaskedLM, RobertaForSequenceClassification
+
+import linformer_hf
+from linformer_hf import training
+
+
+@dataclass
+class Options:
+    number: int = 1
+    rate: float = 0.5
+    name: str | None = None
+
+
+def test_flags_recipe_and_flags_that_change_it(tmp_path):
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text('{"number": 7, "name": "seven"}')
+    assert training.parse_arguments(Options, argv=["--number", "3"]) == (Options(3),)
+    assert training.parse_arguments(Options, argv=[str(recipe)]) == (Options(7, name="seven"),)
+    assert training.parse_arguments(Options, argv=[str(recipe), "--number", "8"]) == (Options(8, name="seven"),)
+
+
+def test_recipe_with_an_unknown_name_or_no_recipe(tmp_path):
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text('{"numbr": 7}')
+    with pytest.raises(ValueError, match="numbr"):
+        training.parse_arguments(Options, argv=[str(recipe)])
+    with pytest.raises(ValueError, match="no recipe file"):
+        training.parse_arguments(Options, argv=[str(tmp_path / "other.json")])
+
+
+def test_names_of_transformers_no_trainer_scripts():
+    (args,) = training.parse_arguments(
+        training.AccelerateArguments,
+        argv=["--max_train_steps", "5", "--num_warmup_steps", "2", "--checkpointing_steps", "3"],
+    )
+    assert (args.max_steps, args.warmup_steps, args.save_steps) == (5, 2, 3)
+
+
+def test_nothing_to_do(tmp_path):
+    with pytest.raises(ValueError, match="--do_train"):
+        training.start_run(training.AccelerateArguments(output_dir=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        (None, {}),
+        ({"a": [1]}, {"a": [1]}),
+        ("a=1,b=[2,3],c=gelu,d=True,e=1e-5", {"a": 1, "b": [2, 3], "c": "gelu", "d": True, "e": 1e-5}),
+    ],
+)
+def test_config_overrides(text, values):
+    assert training.parse_overrides(text) == values
+
+
+def test_wrong_config_overrides():
+    with pytest.raises(ValueError, match="name=value"):
+        training.parse_overrides("a")
+    with pytest.raises(ValueError, match="hiden_size"):
+        training.check_overrides(linformer_hf.LinformerConfig(), {"hiden_size": 4})
+
+
+# --- Files and folders -----------------------------------------------------------------------------------------------
+
+
+def make_checkpoint(folder, step):
+    checkpoint = folder / f"checkpoint-{step}"
+    checkpoint.mkdir(parents=True)
+    RobertaForMaskedLM(tiny_roberta()).save_pretrained(checkpoint)
+    torch.save({"step": step}, checkpoint / "optimizer.pt")
+    training.write_json(checkpoint / "trainer_state.json", {"global_step": step})
+    return checkpoint
+
+
+def tiny_roberta(**options):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    return RobertaConfig(vocab_size=50, max_position_embeddings=34, **sizes, **options)
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "trainer_state.json"])
+def test_newest_checkpoint_is_the_newest_complete_one(tmp_path, name):
+    for step in (9, 10):
+        make_checkpoint(tmp_path, step)
+    assert training.newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+    file = tmp_path / "checkpoint-10" / name
+    file.write_text("{") if name.endswith("json") else cut(file)
+    assert training.newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-9")
+    file.unlink()
+    if name != "optimizer.pt":  # a run may be told to save no optimizer
+        assert training.newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-9")
+
+
+def test_output_folder(tmp_path):
+    assert training.prepare_output_dir(tmp_path / "new") is None
+    assert training.prepare_output_dir(tmp_path) is None
+    (tmp_path / "notes.txt").write_text("not a run")
+    assert training.prepare_output_dir(tmp_path) is None
+    with pytest.raises(ValueError, match="no complete checkpoint"):
+        training.prepare_output_dir(tmp_path, resume_from_checkpoint="true")
+    checkpoint = make_checkpoint(tmp_path, 3)
+    with pytest.raises(ValueError, match=f"{tmp_path}.*--resume_from_checkpoint.*--overwrite_output_dir"):
+        training.prepare_output_dir(tmp_path)
+    assert training.prepare_output_dir(tmp_path, overwrite=True) is None
+    for resume in (True, "true", "True", str(checkpoint)):
+        assert training.prepare_output_dir(tmp_path, resume_from_checkpoint=resume) == str(checkpoint)
+    cut(checkpoint / "model.safetensors")
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        training.prepare_output_dir(tmp_path, resume_from_checkpoint=str(checkpoint))
+    assert checkpoint.is_dir()
+
+
+def test_a_finished_run_is_refused_too(tmp_path):
+    training.write_json(tmp_path / "all_results.json", {})
+    with pytest.raises(ValueError, match="already holds a run"):
+        training.prepare_output_dir(tmp_path)
+
+
+def test_remove_checkpoints_keeps_the_rest(tmp_path):
+    make_checkpoint(tmp_path, 3)
+    (tmp_path / "checkpoint-notes.txt").write_text("mine")
+    training.remove_checkpoints(tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["checkpoint-notes.txt"]
+
+
+@pytest.mark.parametrize("merge", [False, True])
+def test_atomic_directory(tmp_path, merge):
+    folder = tmp_path / "model"
+    for content in ("old", "new"):
+        with training.atomic_directory(folder, merge) as temporary:
+            (temporary / "weights").write_text(content)
+            (temporary / content).touch()
+    assert (folder / "weights").read_text() == "new"
+    assert (folder / "old").exists() == merge
+    assert sorted(file.name for file in tmp_path.rglob(".*")) == []
+
+
+@pytest.mark.parametrize("merge", [False, True])
+@pytest.mark.parametrize(
+    ("error", "raised"), [(OSError("disk full"), OSError), (KeyboardInterrupt(), KeyboardInterrupt)]
+)
+def test_atomic_directory_that_fails_changes_nothing(tmp_path, merge, error, raised):
+    folder = tmp_path / "model"
+    with training.atomic_directory(folder, merge) as temporary:
+        (temporary / "weights").write_text("old")
+    with pytest.raises(raised), training.atomic_directory(folder, merge) as temporary:  # noqa: PT012
+        (temporary / "weights").write_text("new")
+        raise error
+    assert [file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*")] == ["model", "model/weights"]
+    assert (folder / "weights").read_text() == "old"
+
+
+def test_interrupt_between_the_two_renames(tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    with training.atomic_directory(folder) as temporary:
+        (temporary / "weights").write_text("old")
+    replace = training.os.replace
+
+    def interrupted(source, target):
+        if "new" in [file.name for file in source.iterdir()]:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    with pytest.raises(KeyboardInterrupt), training.atomic_directory(folder) as temporary:  # noqa: PT012
+        (temporary / "new").touch()
+        monkeypatch.setattr(training.os, "replace", interrupted)
+    assert (folder / "weights").read_text() == "old"
+
+
+def test_write_json_is_all_or_nothing(tmp_path):
+    file = tmp_path / "results.json"
+    training.write_json(file, {"loss": 1.5})
+    with pytest.raises(TypeError):
+        training.write_json(file, {"loss": object()})
+    assert json.loads(file.read_text()) == {"loss": 1.5}
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_loss_curve(tmp_path):
+    file = tmp_path / "curve.png"
+    training.plot_loss_curve([{"step": 1, "train_loss": 3.0}], file)
+    assert not file.exists()
+    training.plot_loss_curve([{"step": 1, "loss": 3.0}, {"step": 2, "eval_loss": 2.0}], file)
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_data_files(tmp_path):
+    for name, text in {
+        "a.txt": "one\ntwo\n",
+        "a.csv": "text,label\none,1\n",
+        "a.tsv": "text\tlabel\none\t1\n",
+        "a.jsonl": '{"text": "one", "label": 1}\n',
+    }.items():
+        (tmp_path / name).write_text(text)
+        data = training.load_data_files(str(tmp_path / "cache"), train=str(tmp_path / name), validation=None)
+        assert list(data) == ["train"]
+        assert data["train"]["text"][0] == "one"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.csv", None, "missing.csv does not exist"),
+        ("empty.csv", "", "empty.csv is empty"),
+        ("blank.txt", " \n", "blank.txt is empty"),
+        ("header.csv", "text,label\n", "header.csv has no rows"),
+        ("a.pdf", "text", r"\.pdf"),
+        ("broken.json", "{", r"broken\.json .*cannot be read as json"),
+        ("no_rows.json", "[]", r"no_rows\.json has no rows"),
+    ],
+)
+def test_data_files_that_cannot_be_used(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        training.load_data_files(str(tmp_path / "cache"), train=str(tmp_path / name))
+
+
+# --- Model and loss --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    vocabulary = {token: index for index, token in enumerate(["<s>", "<pad>", "</s>", "<unk>", "<mask>", *"abcdef"])}
+    return transformers.RobertaTokenizer(vocab=vocabulary, merges=[])
+
+
+@pytest.mark.parametrize(("model_type", "positions"), [("linformer", 24), ("roberta", 26), ("bert", 24)])
+def test_config_from_scratch_fits_the_longest_input(tokenizer, model_type, positions):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = training.config_from_scratch(model_type, tokenizer, 24, sizes)
+    assert config.max_position_embeddings == positions
+    assert (config.vocab_size, config.pad_token_id) == (len(tokenizer), 1)
+    model = transformers.AutoModelForMaskedLM.from_config(config)
+    assert training.longest_input(model) == 24
+    model(input_ids=torch.full((1, 24), 5))
+
+
+def test_projected_length_that_does_not_fit_is_lowered_unless_given(tokenizer, caplog):
+    caplog.set_level("INFO", training.logger.name)
+    assert training.config_from_scratch("linformer", tokenizer, 24, {}).projected_length == 12
+    assert "projected_length is 12" in caplog.text
+    assert training.config_from_scratch("linformer", tokenizer, 24, {"projected_length": 3}).projected_length == 3
+    with pytest.raises(Exception, match="projected_length"):
+        training.config_from_scratch("linformer", tokenizer, 24, {"projected_length": 25})
+
+
+def test_unknown_model_type(tokenizer):
+    with pytest.raises(ValueError, match="linfomer"):
+        training.config_from_scratch("linfomer", tokenizer, 24, {})
+
+
+def test_label_loss_is_that_of_the_models():
+    torch.manual_seed(0)
+    ids = torch.randint(5, 50, (4, 9))
+    labels = torch.where(torch.rand(4, 9) < 0.3, ids, -100)
+    model = RobertaForMaskedLM(tiny_roberta()).eval()
+    outputs = model(input_ids=ids, labels=labels)
+    torch.testing.assert_close(training.label_loss(outputs, labels), outputs.loss)
+    for options, target in (
+        ({"num_labels": 1, "problem_type": "regression"}, torch.rand(4)),
+        ({}, torch.tensor([0, 1, 1, 0])),
+    ):
+        model = RobertaForSequenceClassification(tiny_roberta(**options)).eval()
+        outputs = model(input_ids=ids, labels=target)
+        torch.testing.assert_close(training.label_loss(outputs, target), outputs.loss)
+
+
+def test_label_loss_of_parts_adds_up():
+    torch.manual_seed(0)
+    logits, labels = torch.randn(8, 5, 7), torch.randint(0, 7, (8, 5))
+    labels[torch.rand(8, 5) < 0.7] = -100
+    count = (labels != -100).sum()
+    parts = [training.label_loss({"logits": logits[i : i + 2]}, labels[i : i + 2], count) for i in range(0, 8, 2)]
+    torch.testing.assert_close(sum(parts), training.label_loss({"logits": logits}, labels))
+    nothing = training.label_loss({"logits": logits}, torch.full_like(labels, -100))
+    assert nothing == 0  # and not NaN
+
+
+def test_perplexity():
+    assert training.perplexity(0.0) == 1.0
+    assert training.perplexity(1e4) == float("inf")
+
+
+# --- Saving ----------------------------------------------------------------------------------------------------------
+
+
+class NumberDataset(torch.utils.data.Dataset):
+    """Blocks of nine tokens; label tokens at two of them."""
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        ids = torch.randint(5, 50, (9,), generator=torch.Generator().manual_seed(index))
+        labels = torch.where(torch.arange(9) < 2, ids, -100)
+        return {"input_ids": ids, "labels": labels}
+
+
+def make_trainer(folder, callbacks=(), **options):
+    args = training.TrainingArguments(
+        output_dir=str(folder), report_to="none", max_steps=4, save_steps=1, disable_tqdm=True, **options
+    )
+    torch.manual_seed(0)
+    model = RobertaForMaskedLM(tiny_roberta())
+    data = NumberDataset()
+    return training.Trainer(model=model, args=args, train_dataset=data, eval_dataset=data, callbacks=list(callbacks))
+
+
+@contextlib.contextmanager
+def full_disk(limit=8000):
+    """No file may grow beyond that many bytes: the kernel refuses, as it does on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def train_accelerate(folder, checkpoint=None, limit_at=None, monkeypatch=None):
+    torch.manual_seed(0)
+    args = training.AccelerateArguments(
+        output_dir=str(folder), report_to="none", max_steps=4, save_steps=1, logging_steps=1, do_train=True
+    )
+    model = RobertaForMaskedLM(tiny_roberta())
+    vocabulary = {token: index for index, token in enumerate(["<s>", "<pad>", "</s>", "<unk>", "<mask>"])}
+    run = training.AccelerateRun(args, model, transformers.RobertaTokenizer(vocab=vocabulary, merges=[]), checkpoint)
+    save = run._save_checkpoint
+
+    def save_on_a_full_disk():
+        with full_disk() if run.state["global_step"] == limit_at else contextlib.nullcontext():
+            save()
+
+    run._save_checkpoint = save_on_a_full_disk
+    results = run.train(NumberDataset(), transformers.default_data_collator)
+    return run.finish(results)
+
+
+class FullDiskAt(transformers.TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+        self.stack = contextlib.ExitStack()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.stack.enter_context(full_disk())
+
+
+@pytest.mark.parametrize("script", ["trainer", "accelerate"])
+def test_full_disk_while_a_checkpoint_is_saved(tmp_path, script):
+    if script == "trainer":
+        callback = FullDiskAt(3)
+        with pytest.raises(OSError, match=r"Could not save .*checkpoint-3"), callback.stack:
+            make_trainer(tmp_path, [callback]).train()
+    else:
+        with pytest.raises(OSError, match=r"Could not save .*checkpoint-3"):
+            train_accelerate(tmp_path, limit_at=3)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-2"]
+    newest = training.newest_checkpoint(tmp_path)
+    assert newest == str(tmp_path / "checkpoint-2")
+    RobertaForMaskedLM.from_pretrained(newest)
+    if script == "trainer":
+        assert make_trainer(tmp_path).train(resume_from_checkpoint=newest).global_step == 4
+    else:
+        train_accelerate(tmp_path, checkpoint=newest)
+    assert training.newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
+
+
+def test_interrupt_while_a_checkpoint_is_saved(tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path)
+    trainer.args.max_steps = 2
+    trainer.train()
+
+    def interrupted(self, output_dir):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training.Trainer, "_save_optimizer_and_scheduler", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["checkpoint-1", "checkpoint-2"]
+
+
+def test_interrupt_while_the_final_model_is_saved(tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path)
+    trainer.save_model()
+    before = (tmp_path / "model.safetensors").read_bytes()
+    torch.nn.init.zeros_(trainer.model.lm_head.dense.weight)
+    with pytest.raises(OSError, match="Could not save"), full_disk():
+        trainer.save_model()
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    with safe_open(tmp_path / "model.safetensors", "pt") as weights:
+        assert weights.keys()
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_rotation_best_checkpoint_and_state(tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_total_limit": 2}
+    trainer = make_trainer(tmp_path, learning_rate=1e-2, **options)
+    trainer.train()
+    best = tmp_path / f"checkpoint-{trainer.state.best_global_step}"
+    assert trainer.state.best_model_checkpoint == str(best)
+    assert best.is_dir()
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 2
+    state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == str(best)
+
+
+def test_evaluation_leaves_the_random_state_alone(tmp_path):
+    trainer = make_trainer(tmp_path)
+    before = torch.random.get_rng_state()
+    trainer.evaluate()
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_train_loss_and_log_of_a_resumed_run(tmp_path):
+    options = {"logging_steps": 2}
+    whole = make_trainer(tmp_path, **options)
+    expected = whole.train().training_loss
+    for step in (2, 4):
+        shutil.rmtree(tmp_path / f"checkpoint-{step}")
+    shutil.rmtree(tmp_path / "checkpoint-3")
+    resumed = make_trainer(tmp_path, **options)
+    metrics = resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1")).metrics
+    assert metrics["train_loss"] == pytest.approx(expected, abs=1e-6)
+    losses = [
+        [entry["loss"] for entry in trainer.state.log_history if "loss" in entry] for trainer in (whole, resumed)
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+def test_model_card_of_a_model_from_scratch(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.create_model_card(tasks="fill-mask", dataset="numbers")
+    text = (tmp_path / "README.md").read_text()
+    assert "was trained from scratch on the numbers dataset" in text
+    assert "https://huggingface.co/)" not in text
+
+
+def test_a_dataset_can_be_used_by_the_loader(tmp_path):
+    rows = datasets.Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [5, -100, -100]}] * 8)
+    args = training.AccelerateArguments(output_dir=str(tmp_path), report_to="none", max_steps=1, save_strategy="no")
+    run = training.AccelerateRun(args, RobertaForMaskedLM(tiny_roberta()), None)
+    assert run.train(rows, transformers.default_data_collator)["train_loss"] > 0
