@@ -189,6 +189,22 @@ def test_pickling_and_state_dicts(kind):
     assert torch.equal(model(ids).logits, other(ids).logits)
 
 
+@pytest.mark.parametrize("sharing", SHARINGS)
+@pytest.mark.parametrize("kind", STORED)
+def test_parts_of_a_model_may_stay_on_disk(kind, sharing, tmp_path):
+    # as with a model over several devices, accelerate moves every layer's arguments to where the layer is
+    model = build(projection_type=kind, projection_sharing=sharing)
+    model.save_pretrained(tmp_path)
+    places = {"embeddings": "disk", "encoder.layer.0": "disk", "encoder.layer.1": "cpu"}
+    if sharing == "layerwise":
+        places["encoder.shared_projection"] = "disk"
+    loaded = LinformerModel.from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "disk")
+    assert loaded.embeddings.word_embeddings.weight.is_meta
+    ids, mask = random_ids(2, 61), mask_of("holes", 2, 61)
+    with torch.no_grad():
+        assert torch.equal(loaded(ids, mask)[0], model(ids, mask)[0])
+
+
 # ---- the code in the folder
 
 

@@ -30,6 +30,11 @@ SIZES = "hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_s
 NO_DROPOUT = ",hidden_dropout_prob=0,attention_probs_dropout_prob=0"
 
 
+@pytest.fixture(autouse=True)
+def no_cache_from_earlier_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     """A file with 120 documents, some of them empty, and a tokenizer trained on it."""
@@ -171,8 +176,10 @@ def test_recipes_are_complete_and_serve_both_scripts(tmp_path, corpus):
             assert parsed[2].do_eval
     recipe = str(EXAMPLES / "recipes" / "tiny.json")
     more = ["--max_steps", "2", "--max_seq_length", "32", "--output_dir", str(tmp_path / "out")]
-    results = run_mlm.main([recipe, "--train_file", str(corpus), "--cache_dir", str(tmp_path), *more])
-    assert results["eval_loss"] > 0
+    for model_type in ("linformer", "roberta"):  # one flag apart
+        flags = ["--train_file", str(corpus), "--cache_dir", str(tmp_path), "--model_type", model_type, *more]
+        assert run_mlm.main([recipe, *flags, "--overwrite_output_dir"])["eval_loss"] > 0
+        assert AutoModelForMaskedLM.from_pretrained(tmp_path / "out").config.model_type == model_type
 
 
 # --- Resuming --------------------------------------------------------------------------------------------------------
@@ -389,6 +396,7 @@ def test_data_loading_processes_that_outlive_an_epoch_see_the_next(collator):
         (["--model_type", "linfomer"], "linfomer"),
         (["--config_overrides", "hiden_size=8"], "hiden_size"),
         (["--streaming"], "--max_steps"),
+        (["--validation_split_percentage", "0"], "--validation_split_percentage 0"),
         (["--train_tokenizer", "--vocab_size", "10"], "--vocab_size 10 is below 261"),
     ],
 )

@@ -3,6 +3,8 @@ import json
 import resource
 import shutil
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -259,6 +261,16 @@ def test_projected_length_that_does_not_fit_is_lowered_unless_given(tokenizer, c
         training.config_from_scratch("linformer", tokenizer, 24, {"projected_length": 25})
 
 
+def test_a_baseline_is_one_flag_away(tokenizer, caplog):
+    caplog.set_level("INFO", training.logger.name)
+    config = training.config_from_scratch("roberta", tokenizer, 24, {"projected_length": 8, "hidden_size": 24})
+    assert config.hidden_size == 24
+    assert not hasattr(config, "projected_length")
+    assert "RobertaConfig has no projected_length" in caplog.text
+    with pytest.raises(ValueError, match="RobertaConfig has no hiden_size"):
+        training.config_from_scratch("roberta", tokenizer, 24, {"hiden_size": 24})
+
+
 def test_unknown_model_type(tokenizer):
     with pytest.raises(ValueError, match="linfomer"):
         training.config_from_scratch("linfomer", tokenizer, 24, {})
@@ -332,10 +344,10 @@ def full_disk(limit=8000):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def train_accelerate(folder, checkpoint=None, limit_at=None, monkeypatch=None):
+def train_accelerate(folder, checkpoint=None, limit_at=None, **options):
     torch.manual_seed(0)
     args = training.AccelerateArguments(
-        output_dir=str(folder), report_to="none", max_steps=4, save_steps=1, logging_steps=1, do_train=True
+        output_dir=str(folder), report_to="none", max_steps=4, save_steps=1, logging_steps=1, do_train=True, **options
     )
     model = RobertaForMaskedLM(tiny_roberta())
     vocabulary = {token: index for index, token in enumerate(["<s>", "<pad>", "</s>", "<unk>", "<mask>"])}
@@ -456,3 +468,35 @@ def test_a_dataset_can_be_used_by_the_loader(tmp_path):
     args = training.AccelerateArguments(output_dir=str(tmp_path), report_to="none", max_steps=1, save_strategy="no")
     run = training.AccelerateRun(args, RobertaForMaskedLM(tiny_roberta()), None)
     assert run.train(rows, transformers.default_data_collator)["train_loss"] > 0
+
+
+class FakeHub:
+    """Notes what would be uploaded."""
+
+    def __init__(self):
+        self.uploads = []
+
+    def create_repo(self, repo_id, **options):
+        return type("Repo", (), {"repo_id": f"me/{repo_id}"})
+
+    def upload_folder(self, *, repo_id, folder_path, **options):
+        self.uploads.append((repo_id, sorted(file.name for file in Path(folder_path).iterdir())))
+        return SimpleNamespace(is_done=lambda: True, done=lambda: True)
+
+
+@pytest.mark.parametrize("script", ["trainer", "accelerate"])
+def test_push_to_hub(tmp_path, monkeypatch, script):
+    hub = FakeHub()
+    monkeypatch.setattr(transformers.trainer, "hf_api", lambda: hub)
+    monkeypatch.setattr(training, "HfApi", lambda token: hub)
+    if script == "trainer":
+        trainer = make_trainer(tmp_path, push_to_hub=True, hub_model_id="numbers", do_train=True)
+        trainer.train()
+        trainer.finish({"eval_loss": 1.0}, tasks="fill-mask", dataset="numbers")
+        assert "numbers dataset" in (tmp_path / "README.md").read_text()
+    else:
+        train_accelerate(tmp_path, push_to_hub=True, hub_model_id="numbers")
+    repo_id, files = hub.uploads[-1]
+    assert repo_id == "me/numbers"
+    assert {"model.safetensors", "config.json", "all_results.json"} <= set(files)
+    assert not [name for name in files if name.startswith(".tmp")]

@@ -9,7 +9,6 @@ Times are medians of interleaved runs, memory is the peak over what the process 
 
 import multiprocessing
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import torch
 import transformers
@@ -69,16 +69,22 @@ def interleaved_medians(runs: dict[str, Callable[[], object]], repeats: int) -> 
     return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
+def resident_memory(name: str) -> float:
+    """MiB that the process holds (`VmRSS`), or has held at most (`VmHWM`)."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[name].split()[0]) / 2**10
+
+
 @torch.inference_mode()
 def peak_memory(length: int, args: Arguments) -> float:
     """MiB that a forward pass adds to what the process held; to be called in a process of its own."""
     torch.set_num_threads(args.threads)
     model, inputs = linformer(length, args), token_ids(length)
     model(inputs[:, :64])  # loads the kernels
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = resident_memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
     model(inputs)
-    scale = 2**20 if sys.platform == "darwin" else 2**10
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / scale
+    return resident_memory("VmHWM") - before
 
 
 @torch.inference_mode()
@@ -159,12 +165,13 @@ def main() -> None:
     runs = {str(length): partial(linformer(length, args), token_ids(length)) for length in (4096, 16384)}
     seconds = interleaved_medians(runs, args.repeats)
     report("time(16384) / time(4096)", seconds["16384"] / seconds["4096"], 4.4, at_least=False)
-    memory = {}
-    for length in (4096, 16384):
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-            memory[length] = pool.submit(peak_memory, length, args).result()
-    print(f"peak memory of a forward pass: {memory[4096]:.0f} MiB at 4096, {memory[16384]:.0f} MiB at 16384")
-    report("memory(16384) / memory(4096)", memory[16384] / memory[4096], 4.2, at_least=False)
+    if sys.platform == "linux":
+        memory = {}
+        for length in (4096, 16384):
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                memory[length] = pool.submit(peak_memory, length, args).result()
+        print(f"peak memory of a forward pass: {memory[4096]:.0f} MiB at 4096, {memory[16384]:.0f} MiB at 16384")
+        report("memory(16384) / memory(4096)", memory[16384] / memory[4096], 4.2, at_least=False)
 
     try:
         check = PyPILinformer(512, args, torch.float32)

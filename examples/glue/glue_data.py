@@ -79,7 +79,11 @@ class DataArguments:
     )
     label_column_name: str = field(default="label", metadata={"help": "Column with the labels."})
     do_regression: bool | None = field(
-        default=None, metadata={"help": "Learn numbers, not classes; the default for labels with a decimal point."}
+        default=None,
+        metadata={
+            "help": "Learn numbers, not classes; the default for labels with a decimal point.",
+            **{"nargs": "?", "const": True},  # so that it needs no value
+        },
     )
     max_seq_length: int | None = field(
         default=None, metadata={"help": "Tokens per example, longer ones are cut; the longest input of the model."}
@@ -131,14 +135,14 @@ def prepare(model_args: ModelArguments, data_args: DataArguments, args: Any) -> 
     labelled = {split: data for split, data in splits.items() if not split.startswith("test")}
     for split, data in labelled.items():
         check_labels(data, split, data_args.label_column_name)
-    first = next(iter(labelled.values()), None)
-    regression = data_args.do_regression
-    if regression is None:
-        regression = task.regression if task else first is not None and is_float(first, data_args.label_column_name)
     options = model_args.hub_options()
     config = AutoConfig.from_pretrained(model_args.model_name_or_path, **options)
     overrides = training.parse_overrides(model_args.config_overrides)
     training.check_overrides(config, overrides)
+    regression = data_args.do_regression
+    if regression is None:
+        kinds = [is_float(data, data_args.label_column_name) for data in labelled.values()]
+        regression = task.regression if task else kinds[0] if kinds else config.problem_type == "regression"
     label_names = None
     if regression:
         overrides |= {"num_labels": 1, "problem_type": "regression"}
@@ -259,23 +263,20 @@ def find_label_names(labelled: dict[str, Any], column: str, config: Any) -> list
     Returns:
         The names.
     """
-    known = list(config.label2id or {})
+    known = sorted(config.label2id or {}, key=config.label2id.get)
     generic = all(name.startswith("LABEL_") for name in known)
     present = {split: set(label_texts(data, column)) for split, data in labelled.items()}
-    if "train" in labelled:
-        feature = labelled["train"].features[column]
-        numeric = not isinstance(feature, datasets.ClassLabel) and feature.dtype.startswith("int")
-        names = sorted(present["train"], key=int if numeric else str)
-        if isinstance(feature, datasets.ClassLabel):
-            names = feature.names
-        if set(known) == set(names):
-            names = sorted(known, key=config.label2id.get)
-    elif not generic:
-        names = sorted(known, key=config.label2id.get)
-    elif present:
+    feature = next((data.features[column] for data in labelled.values()), None)
+    if isinstance(feature, datasets.ClassLabel) and ("train" in labelled or generic):
+        names = feature.names
+    elif "train" in labelled:
+        names = sorted(present["train"], key=int if feature.dtype.startswith("int") else str)
+    elif present and generic:
         raise ValueError("The model does not know its label names: train it on labelled data first, with --do_train")
     else:
-        names = sorted(known, key=config.label2id.get)
+        names = known
+    if set(names) == set(known):
+        names = known
     for split, found in present.items():
         if unseen := sorted(found - set(names)):
             raise ValueError(
@@ -440,6 +441,8 @@ def write_predictions(setup: GlueSetup, suffix: str, logits: np.ndarray, output_
         logits: (number of examples, number of labels).
         output_dir: The folder of the run.
     """
+    if not PartialState().is_main_process:
+        return
     if setup.label_names is None:
         values = [f"{value:.4f}" for value in logits.squeeze(-1)]
     else:

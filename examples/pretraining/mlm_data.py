@@ -173,9 +173,13 @@ def load_corpus(data_args: DataArguments, args: Any, cache_dir: str | None) -> d
             sample_by=data_args.sample_by,
         )
     if not corpus:
-        raise ValueError("No text to train on: pass --dataset_name or --train_file")
+        raise ValueError("No text: pass --dataset_name or --train_file")
     corpus = {split: text_column(documents, data_args.text_column_name) for split, documents in corpus.items()}
     if "validation" not in corpus and args.do_eval:
+        if not 0 < data_args.validation_split_percentage <= 50:
+            raise ValueError(
+                f"--validation_split_percentage {data_args.validation_split_percentage} is not between 0 and 50"
+            )
         # Every so many-th document, so that a stream is split in the same way as a file.
         period = round(100 / data_args.validation_split_percentage)
         documents = corpus["train"]

@@ -66,10 +66,10 @@ class LinformerEmbeddings(nn.Module):
             else:
                 position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
         if token_type_ids is None:
-            token_types = self.token_type_embeddings.weight[0]
-        else:
-            token_types = self.token_type_embeddings(token_type_ids)
-        embeddings = inputs_embeds + self.position_embeddings(position_ids) + token_types
+            token_type_ids = torch.zeros_like(position_ids)
+        embeddings = (
+            inputs_embeds + self.position_embeddings(position_ids) + self.token_type_embeddings(token_type_ids)
+        )
         return self.dropout(self.LayerNorm(embeddings))
 
 
@@ -129,10 +129,13 @@ class LinformerSelfAttention(nn.Module):
         projections = [projection for projection in owned if projection is not None]
         key_projection, value_projection = projections[0], projections[-1]
         if self.per_head:
-            # W comes first, or each head would project all c channels; the bias stays behind the projection
-            keys, slot_bias = key_projection(self.key(hidden_states) - self.key.bias, padding)
-            values, _ = value_projection(self.value(hidden_states) - self.value.bias, padding)
-            return keys + self.key.bias, values + self.value.bias, slot_bias
+            # W comes first, or each head would project all c channels. The bias stays behind the projection; the layer is
+            # asked for it, since offloading, sharding and adapters change what is in `self.key.bias`
+            zeros = hidden_states.new_zeros(hidden_states.shape[-1])
+            key_bias, value_bias = self.key(zeros), self.value(zeros)
+            keys, slot_bias = key_projection(self.key(hidden_states) - key_bias, padding)
+            values, _ = value_projection(self.value(hidden_states) - value_bias, padding)
+            return keys + key_bias, values + value_bias, slot_bias
         # E(XW)+b = (EX)W+b, and so k rows instead of n go through W
         projected, slot_bias = key_projection(hidden_states, padding)
         keys = self.key(projected)

@@ -182,7 +182,8 @@ class WindowProjection(Projection):
             inside = inside & padding.real.gather(1, columns).view(shape)
             columns = padding.order.gather(1, columns)
         windows = sequence.gather(1, columns[..., None].expand(-1, -1, channels)).view(*shape, channels)
-        bias = self.slot_bias(ends - starts).to(sequence.dtype)
+        precise = torch.promote_types(sequence.dtype, torch.float32)
+        bias = self.slot_bias((ends - starts).to(precise)).to(sequence.dtype)
         bias = bias.masked_fill(starts == ends, torch.finfo(bias.dtype).min)  # windows that a row does not have
         return self.reduce(windows, inside[..., None]), bias[:, None, None]
 
@@ -194,7 +195,9 @@ class MeanPoolingProjection(WindowProjection):
         """Makes (b, k, c) of windows (b, k, w, c)."""
         if inside is None:
             return windows.mean(dim=2)
-        return torch.where(inside, windows, 0.0).sum(dim=2) / inside.sum(dim=2).clamp(min=1)
+        precise = torch.promote_types(windows.dtype, torch.float32)  # float16 ends at 65504
+        total = torch.where(inside, windows, 0.0).sum(dim=2, dtype=precise)
+        return (total / inside.sum(dim=2).clamp(min=1)).to(windows.dtype)
 
 
 class MaxPoolingProjection(WindowProjection):

@@ -37,6 +37,8 @@ from transformers.integrations import is_tensorboard_available
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, rotate_checkpoints, sort_checkpoints
 
+from .configuration_linformer import LinformerConfig
+
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +87,7 @@ class TrainingArguments(transformers.TrainingArguments):
     TensorBoard is on where it is installed, and a machine without a GPU needs no flag for that.
     """
 
+    output_dir: str = field(default="trainer_output", metadata={"help": "Folder for the model and the checkpoints."})
     report_to: list[str] | str | None = field(  # in an order that HfArgumentParser can read
         default="tensorboard" if is_tensorboard_available() else "none",
         metadata={"help": "Where to log to: tensorboard, wandb, ..., all or none."},
@@ -149,6 +152,7 @@ class AccelerateArguments:
     bf16: bool = field(default=False, metadata={"help": "bfloat16 mixed precision."})
     fp16: bool = field(default=False, metadata={"help": "float16 mixed precision."})
     dataloader_num_workers: int = field(default=0, metadata={"help": "Processes that load data."})
+    disable_tqdm: bool = field(default=False, metadata={"help": "Show no progress bars."})
     report_to: str = field(
         default="tensorboard" if is_tensorboard_available() else "none",
         metadata={"help": "Where to log to: tensorboard, wandb, ..., all or none."},
@@ -159,7 +163,7 @@ class AccelerateArguments:
     )
     hub_token: str | None = field(default=None, metadata={"help": "Token for the Hub, if you are not logged in."})
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.do_eval = self.do_eval or self.eval_strategy != "no"  # as in TrainingArguments
 
     def accelerator(self) -> Accelerator:
@@ -176,7 +180,7 @@ class AccelerateArguments:
         )
 
 
-def parse_arguments(*dataclass_types: type, argv: list[str] | None = None) -> tuple[Any, ...]:
+def parse_arguments(*dataclass_types: Any, argv: list[str] | None = None) -> tuple[Any, ...]:
     """Reads flags, or a recipe file with the flags that change it.
 
     Args:
@@ -210,7 +214,8 @@ def start_run(args: TrainingArguments | AccelerateArguments) -> str | None:
     Returns:
         The checkpoint to resume from, if any.
     """
-    main_process = PartialState().is_main_process
+    # The first one in the process decides; without a GPU it has to be told to look for other processes.
+    main_process = PartialState(cpu=not torch.accelerator.is_available()).is_main_process
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     logger.setLevel(logging.INFO if main_process else logging.ERROR)
     if not main_process:
@@ -441,7 +446,8 @@ def plot_loss_curve(log_history: list[dict[str, float]], path: str | os.PathLike
     """
     from matplotlib.figure import Figure  # without pyplot: no display needed, nothing global
 
-    axes = Figure(figsize=(7, 4), layout="constrained").subplots()
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
     for key, label in (("loss", "training"), ("eval_loss", "validation")):
         points = [(entry["step"], entry[key]) for entry in log_history if key in entry]
         if points:
@@ -451,7 +457,7 @@ def plot_loss_curve(log_history: list[dict[str, float]], path: str | os.PathLike
     axes.set(xlabel="step", ylabel="loss")
     axes.grid(alpha=0.3)
     axes.legend()
-    axes.figure.savefig(path, dpi=150, metadata={"Software": None})
+    figure.savefig(path, dpi=150, metadata={"Software": None})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -521,6 +527,11 @@ def config_from_scratch(
         raise ValueError(f"--model_type {model_type} is unknown; among others there are linformer, roberta and bert")
     config_class = CONFIG_MAPPING[model_type]
     default = config_class()
+    # A baseline is one flag away from a Linformer: what only Linformers have is left out, and nothing else.
+    ours = [name for name in overrides if not hasattr(default, name) and hasattr(LinformerConfig(), name)]
+    if ours:
+        logger.info("%s has no %s: left out", config_class.__name__, ", ".join(ours))
+        overrides = {name: value for name, value in overrides.items() if name not in ours}
     check_overrides(default, overrides)
     values = {
         "vocab_size": len(tokenizer),
@@ -607,6 +618,9 @@ class Trainer(transformers.Trainer):
         **kwargs: As for `transformers.Trainer`.
     """
 
+    args: TrainingArguments
+    model: PreTrainedModel
+
     def __init__(self, *, eval_collator: Callable | None = None, **kwargs: Any):
         loss_function = partial(label_loss, label_smoothing=kwargs["args"].label_smoothing_factor)
         super().__init__(compute_loss_func=loss_function, **kwargs)
@@ -614,11 +628,11 @@ class Trainer(transformers.Trainer):
         self.add_callback(_RestoreRunningLoss(self))
         self._run_dir_in_use: str | None = None
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         """As in `transformers.Trainer`; with `overwrite_output_dir`, the checkpoints of an earlier run go first."""
         if self.args.overwrite_output_dir and not resume_from_checkpoint:
             remove_checkpoints(self.args.output_dir)
-        return super().train(resume_from_checkpoint, **kwargs)
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
         """As in `transformers.Trainer`, with the collator for evaluation."""
@@ -654,7 +668,8 @@ class Trainer(transformers.Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         run_dir = Path(self._get_output_dir(trial))
         checkpoint = run_dir / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        self.state.stateful_callbacks[_RestoreRunningLoss.__name__] = {
+        callbacks: Any = self.state.stateful_callbacks  # a dict by now
+        callbacks[_RestoreRunningLoss.__name__] = {
             "total": self._total_loss_scalar,
             "not_logged": self.accelerator.gather(self._tr_loss).mean().item(),
             "last_logged": self._globalstep_last_logged,
@@ -855,9 +870,7 @@ class AccelerateRun:
             state.update(json.loads(Path(self.checkpoint, TRAINER_STATE_NAME).read_text(encoding="utf-8")))
             logger.info("Resuming after step %d", state["global_step"])
 
-        progress = tqdm(
-            total=max_steps, initial=state["global_step"], desc="train", disable=not accelerator.is_main_process
-        )
+        progress = self._progress_bar(total=max_steps, initial=state["global_step"], desc="train")
         last_logged = max((entry["step"] for entry in state["log_history"] if "loss" in entry), default=0)
         while state["global_step"] < max_steps:
             epoch, done = divmod(state["global_step"], steps_per_epoch)
@@ -909,6 +922,9 @@ class AccelerateRun:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return float(accelerator.reduce(total, "sum")), grad_norm
+
+    def _progress_bar(self, *args: Any, **kwargs: Any) -> tqdm:
+        return tqdm(*args, disable=self.args.disable_tqdm or not self.accelerator.is_main_process, **kwargs)
 
     def _due(self, strategy: str, steps: int, epoch_ends: bool) -> bool:
         return epoch_ends if strategy == "epoch" else strategy == "steps" and self.state["global_step"] % steps == 0
@@ -962,7 +978,7 @@ class AccelerateRun:
         self.model.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
         logits, references = [], []
-        for batch in tqdm(loader, desc="evaluate", leave=False, disable=not accelerator.is_main_process):
+        for batch in self._progress_bar(loader, desc="evaluate", leave=False):
             labels = batch.pop("labels", None)
             outputs = self.model(**batch)
             if labels is not None:
