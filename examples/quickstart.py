@@ -152,8 +152,6 @@ def predict(masked_lm: str, classifier: str) -> tuple[list[str], list[str]]:
 
 def training_arguments(args: Arguments, data: Path, kind: str, output_dir: Path) -> list[str]:
     """Flags that both trainings take."""
-    from torch.accelerator import is_available as is_accelerator_available
-
     flags = {
         "train_file": data / f"{kind}_train.jsonl",
         "validation_file": data / f"{kind}_validation.jsonl",
@@ -170,8 +168,7 @@ def training_arguments(args: Arguments, data: Path, kind: str, output_dir: Path)
         "cache_dir": data / "cache",
     }
     values = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
-    switches = ["--do_train", "--do_eval", "--bf16", "--overwrite_output_dir"]
-    return [*values, *switches, *([] if is_accelerator_available() else ["--use_cpu"])]
+    return [*values, "--do_train", "--do_eval", "--bf16", "--overwrite_output_dir"]
 
 
 @contextmanager

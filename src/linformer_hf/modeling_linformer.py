@@ -129,8 +129,8 @@ class LinformerSelfAttention(nn.Module):
         projections = [projection for projection in owned if projection is not None]
         key_projection, value_projection = projections[0], projections[-1]
         if self.per_head:
-            # W comes first, or each head would project all c channels. The bias stays behind the projection; the layer is
-            # asked for it, since offloading, sharding and adapters change what is in `self.key.bias`
+            # W comes first, or each head would project all c channels. The bias stays behind the projection, and comes
+            # from the layer, since offloading, sharding and adapters change what is in `self.key.bias`
             zeros = hidden_states.new_zeros(hidden_states.shape[-1])
             key_bias, value_bias = self.key(zeros), self.value(zeros)
             keys, slot_bias = key_projection(self.key(hidden_states) - key_bias, padding)
