@@ -268,6 +268,7 @@ def test_forward_is_stateless_and_changes_nothing(overrides):
         model(random_ids(3, length), mask_of("left", 3, length))
     model(words.new_zeros(1, 4).long() + 3)
     second = model(**inputs)
+    model(**{**inputs, "attention_mask": None})
     assert torch.equal(first.logits, second.logits)
     assert model.config.to_dict() == settings
     after = {**inputs, **model.state_dict()}
