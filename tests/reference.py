@@ -30,20 +30,20 @@ def projected_length(config, layer):
     return lengths if isinstance(lengths, int) else lengths[layer]
 
 
-def projection_parameters(weights, config, layer, role):
-    """Weight and bias that project the keys or the values ("key" or "value") of one layer; a pooling has neither."""
+def projection_weight(weights, config, layer, role):
+    """What projects the keys or the values ("key" or "value") of one layer; a pooling has no weight."""
     if config.projection_type in ("mean_pooling", "max_pooling"):
-        return None, None
+        return None
     if config.projection_sharing == "layerwise":
         owner = "encoder.shared_projection"
     elif config.projection_sharing == "key_value":
         owner = f"encoder.layer.{layer}.attention.self.key_projection"
     else:
         owner = f"encoder.layer.{layer}.attention.self.{role}_projection"
-    return weights[f"{owner}.weight"], weights.get(f"{owner}.bias")
+    return weights[f"{owner}.weight"]
 
 
-def project(tokens, weight, bias, config, layer):
+def project(tokens, weight, config, layer):
     """The slots of one sentence's r tokens (r, channels), and the log of how many tokens each stands for."""
     num_tokens = len(tokens)
     k = projected_length(config, layer)
@@ -51,8 +51,6 @@ def project(tokens, weight, bias, config, layer):
     if config.projection_type in ("linear", "random"):
         for slot in range(k):
             slots.append(sum(weight[slot, j] * tokens[j] for j in range(num_tokens)))
-            if bias is not None:
-                slots[-1] = slots[-1] + bias[slot]
             log_counts.append(0.0)
     elif config.projection_type == "convolution":
         stride = math.ceil(config.max_position_embeddings / k)
@@ -75,12 +73,12 @@ def head_rows(tokens, weights, config, layer, role, head):
     own = slice(head * size, (head + 1) * size)
     name = f"encoder.layer.{layer}.attention.self.{role}"
     matrix, offset = weights[f"{name}.weight"][own], weights[f"{name}.bias"][own]
-    weight, bias = projection_parameters(weights, config, layer, role)
+    weight = projection_weight(weights, config, layer, role)
     if config.projection_sharing == "none" and weight is not None:
         weight = weight[own] if config.projection_type == "convolution" else weight[head]
-        rows, log_counts = project(tokens @ matrix.T, weight, bias, config, layer)
+        rows, log_counts = project(tokens @ matrix.T, weight, config, layer)
         return rows + offset, log_counts
-    rows, log_counts = project(tokens, weight, bias, config, layer)
+    rows, log_counts = project(tokens, weight, config, layer)
     return rows @ matrix.T + offset, log_counts
 
 

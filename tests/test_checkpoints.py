@@ -229,9 +229,11 @@ def test_every_saved_folder_carries_its_code(head, tmp_path):
     assert_folder_is_complete(tmp_path / "second")
 
 
-def test_a_saved_configuration_carries_its_code_too(tmp_path):
+def test_a_saved_configuration_carries_its_own_code(tmp_path):
     tiny_config().save_pretrained(tmp_path)
-    assert_folder_is_complete(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "configuration_linformer.py"}
+    auto_map = json.loads((tmp_path / "config.json").read_text())["auto_map"]
+    assert auto_map == {"AutoConfig": "configuration_linformer.LinformerConfig"}
 
 
 WITHOUT_THE_PACKAGE = """

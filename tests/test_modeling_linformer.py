@@ -43,7 +43,7 @@ CLASSES = tuple(HEADS.values())
 # every type, every sharing of the learned ones, and both ends of a list of k
 VARIANTS = [{"projection_type": t, "projection_sharing": s} for t, s in itertools.product(STORED, SHARINGS)]
 VARIANTS += [{"projection_type": t} for t in POOLINGS]
-VARIANTS += [{"norm_first": True, "projection_sharing": "key_value"}, {"projection_bias": True}]
+VARIANTS += [{"norm_first": True, "projection_sharing": "key_value"}]
 
 
 def variant_name(overrides):

@@ -124,17 +124,6 @@ def test_k_may_differ_between_layers(kind, sharing):
     assert difference(real_only(model(ids, mask)[0], mask), expected) < TOLERANCE["float64"]
 
 
-@pytest.mark.parametrize("sharing", ["headwise", "key_value", "layerwise"])
-def test_bias_of_the_projection_comes_before_the_key_matrix(sharing):
-    model = build(projection_bias=True, projection_sharing=sharing).double()
-    owner = {"headwise": 4, "key_value": 2, "layerwise": 1}[sharing]
-    assert [tuple(v.shape) for n, v in model.named_parameters() if n.endswith("projection.bias")] == [(7,)] * owner
-    states, mask = random_states(3, 61), mask_of("holes", 3, 61)
-    expected = reference.self_attention(reference.in_double(model.state_dict()), model.config, 1, states, mask)
-    actual = real_only(run_self_attention(model, states, mask, layer=1), mask)
-    assert difference(actual, expected) < TOLERANCE["float64"]
-
-
 # ---- names, shapes and owners
 
 
@@ -277,10 +266,6 @@ def test_linear_can_start_as_fairseq_s(sharing):
     values = torch.cat([v.flatten() for n, v in model.named_parameters() if "projection" in n])
     assert abs(values.std() - 0.02) < 0.001
     assert abs(values.mean()) < 0.002
-
-
-def test_bias_starts_at_zero():
-    assert not fresh(projection_bias=True).encoder.shared_projection.bias.any()
 
 
 @pytest.mark.parametrize("kind", TYPES)

@@ -1,10 +1,21 @@
 """Configuration of the Linformer family (https://arxiv.org/abs/2006.04768)."""
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
 
+
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+    "type_vocab_size",
+)
 
 # What a saved folder's `config.json` says about the code beside it, one entry per Auto class.
 AUTO_MAP = {
@@ -56,8 +67,6 @@ class LinformerConfig(PreTrainedConfig):
             and values; `"layerwise"`: one projection for the whole model. Makes no difference for pooling.
         projection_initializer (`str`, defaults to `"mean_pooling"`): Start of the learned projections: mean pooling
             over n/k tokens plus noise of standard deviation 0.002, or `"normal"`, N(0, `initializer_range`²).
-        projection_bias (`bool`, defaults to `False`): Adds a learned bias of length k to `"linear"` projections, as
-            the authors' code does where one projection serves all layers. Not for `projection_sharing="none"`.
         freeze_projections (`bool`, defaults to `False`): Whether the projections are left out of training.
         projection_seed (`int`, defaults to 0): Seed of the `"random"` projections.
         norm_first (`bool`, defaults to `False`): Whether layer normalization comes before attention and feed-forward
@@ -78,7 +87,7 @@ class LinformerConfig(PreTrainedConfig):
 
     model_type = "linformer"
     keys_to_ignore_at_inference: ClassVar = ["hidden_states", "attentions"]
-    base_model_tp_plan: ClassVar = {
+    base_model_tp_plan: ClassVar[dict[str, Any] | None] = {
         "encoder.layer.*.attention.self.query": "colwise",
         "encoder.layer.*.attention.self.key": "colwise",
         "encoder.layer.*.attention.self.value": "colwise",
@@ -112,10 +121,14 @@ class LinformerConfig(PreTrainedConfig):
     projection_type: Literal["linear", "random", "mean_pooling", "max_pooling", "convolution"] = "linear"
     projection_sharing: Literal["none", "headwise", "key_value", "layerwise"] = "layerwise"
     projection_initializer: Literal["mean_pooling", "normal"] = "mean_pooling"
-    projection_bias: bool = False
     freeze_projections: bool = False
     projection_seed: int = 0
     norm_first: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        if self.projection_sharing == "none":  # each head's projection would have to lie with its head
+            self.base_model_tp_plan = None  # type: ignore[misc]
 
     @property
     def projected_lengths(self) -> list[int]:
@@ -130,9 +143,18 @@ class LinformerConfig(PreTrainedConfig):
         Raises:
             ValueError: With the field, its value and what is allowed.
         """
-        for name in ("vocab_size", "hidden_size", "num_attention_heads", "intermediate_size", "type_vocab_size"):
+        for name in SIZES:
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` is {getattr(self, name)}, but must be at least 1")
+        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"):
+            if not 0 <= (getattr(self, name) or 0) <= 1:
+                raise ValueError(f"`{name}` is {getattr(self, name)}, but must be from 0 to 1")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"`hidden_act` is {self.hidden_act!r}, but must be one of {', '.join(ACT2FN)}")
+        if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
+            raise ValueError(
+                f"`pad_token_id` is {self.pad_token_id}, but must be below `vocab_size`, which is {self.vocab_size}"
+            )
         if self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"`hidden_size` is {self.hidden_size}, but must be a multiple of `num_attention_heads`, which is "
@@ -163,12 +185,6 @@ class LinformerConfig(PreTrainedConfig):
             raise ValueError(
                 f"`projected_length` is {k}, but `projection_sharing='layerwise'` uses one projection in all layers: "
                 "give one int, or share 'key_value', 'headwise' or 'none'"
-            )
-        if self.projection_bias and (self.projection_type != "linear" or self.projection_sharing == "none"):
-            raise ValueError(
-                "`projection_bias` is True, but only `projection_type='linear'` with `projection_sharing` 'headwise', "
-                f"'key_value' or 'layerwise' has one; here are {self.projection_type!r} and "
-                f"{self.projection_sharing!r}"
             )
         if self.projection_seed < 0:
             raise ValueError(f"`projection_seed` is {self.projection_seed}, but must be at least 0")

@@ -122,7 +122,7 @@ class LinformerSelfAttention(nn.Module):
         self.value_projection = build_projection(config, layer_idx, role=1) if separate else None
 
     def project(
-        self, hidden_states: torch.Tensor, padding: Padding | None, shared_projection: Projection | None
+        self, hidden_states: torch.Tensor, padding: Padding | None, shared_projection: Callable | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Keys and values (b, k, c) of hidden states (b, n, c), and what is added to the scores, if anything."""
         owned = (self.key_projection, self.value_projection, shared_projection)
@@ -131,7 +131,7 @@ class LinformerSelfAttention(nn.Module):
         if self.per_head:
             # W comes first, or each head would project all c channels. The bias stays behind the projection, and comes
             # from the layer, since offloading, sharding and adapters change what is in `self.key.bias`
-            zeros = hidden_states.new_zeros(hidden_states.shape[-1])
+            zeros = hidden_states.new_zeros(1, hidden_states.shape[-1])
             key_bias, value_bias = self.key(zeros), self.value(zeros)
             keys, slot_bias = key_projection(self.key(hidden_states) - key_bias, padding)
             values, _ = value_projection(self.value(hidden_states) - value_bias, padding)
@@ -147,22 +147,24 @@ class LinformerSelfAttention(nn.Module):
         self,
         hidden_states: torch.Tensor,
         padding: Padding | None = None,
-        shared_projection: Projection | None = None,
+        shared_projection: Callable | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Gives (b, n, c) and, with eager attention, the probabilities (b, h, n, k)."""
         query = self.split_heads(self.query(hidden_states))
         key, value, slot_bias = self.project(hidden_states, padding, shared_projection)
-        if slot_bias is not None:
-            if is_flash_attention_requested(self.config):
-                raise ValueError(
-                    f"`attn_implementation` is {self.config._attn_implementation!r}, which cannot add a bias to the "
-                    f"scores as `projection_type={self.config.projection_type!r}` needs for this input: use 'sdpa'"
-                )
-            slot_bias = slot_bias.to(query.dtype).expand(-1, -1, query.shape[2], -1)
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
+        if slot_bias is not None:
+            # on CPUs, flex attention ends the process where a bias is added
+            flex = attention_interface is ALL_ATTENTION_FUNCTIONS["flex_attention"]
+            if is_flash_attention_requested(self.config) or (flex and query.device.type == "cpu"):
+                raise ValueError(
+                    f"`attn_implementation` is {self.config._attn_implementation!r}, which cannot add a bias to the "
+                    f"scores here as `projection_type={self.config.projection_type!r}` needs: use 'sdpa'"
+                )
+            slot_bias = slot_bias.to(query.dtype).expand(-1, -1, query.shape[2], -1)
         attention_output, attention_weights = attention_interface(
             self,
             query,
@@ -240,7 +242,7 @@ class LinformerLayer(GradientCheckpointingLayer):
         self,
         hidden_states: torch.Tensor,
         padding: Padding | None = None,
-        shared_projection: Projection | None = None,
+        shared_projection: Callable | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Gives (b, n, c)."""
@@ -261,8 +263,10 @@ class LinformerEncoder(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, padding: Padding | None, **kwargs: Any) -> torch.Tensor:
         """Gives (b, n, c)."""
+        # handed down as a function: offloading would move the weights of a module that is an argument
+        shared_projection = None if self.shared_projection is None else self.shared_projection.__call__
         for layer in self.layer:
-            hidden_states = layer(hidden_states, padding=padding, shared_projection=self.shared_projection, **kwargs)
+            hidden_states = layer(hidden_states, padding=padding, shared_projection=shared_projection, **kwargs)
         return self.LayerNorm(hidden_states)
 
 
@@ -373,7 +377,13 @@ class LinformerModel(LinformerPreTrainedModel):
                     f"`{name}` was given, but a row holds one sequence here, since a projection mixes all tokens of "
                     "a row: pad the sequences and give `attention_mask`"
                 )
-        shape = _only_one(input_ids, inputs_embeds).shape[:2]
+        given = _only_one(input_ids, inputs_embeds)
+        if given.dim() != (2 if inputs_embeds is None else 3) or given.shape[1] == 0:
+            raise ValueError(
+                f"The input has the shape {tuple(given.shape)}, but must be (batch, tokens) for `input_ids` and "
+                "(batch, tokens, hidden size) for `inputs_embeds`, with at least one token"
+            )
+        shape = given.shape[:2]
         if shape[1] > self.config.max_position_embeddings:
             raise ValueError(
                 f"The input has {shape[1]} tokens, but the longest that this model takes is "
@@ -412,7 +422,7 @@ def _first_real_token(hidden_states: torch.Tensor, attention_mask: torch.Tensor 
     """(b, c) of (b, n, c)."""
     if attention_mask is None:
         return hidden_states[:, 0]
-    first = attention_mask.int().argmax(dim=1)
+    first = attention_mask.bool().int().argmax(dim=1)
     return hidden_states[torch.arange(hidden_states.shape[0], device=hidden_states.device), first]
 
 

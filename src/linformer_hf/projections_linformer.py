@@ -86,7 +86,6 @@ class MatrixProjection(Projection):
             self.register_buffer("weight", torch.empty(shape))
         else:
             self.weight = nn.Parameter(torch.empty(shape))
-        self.bias = nn.Parameter(torch.empty(projected_length)) if config.projection_bias else None
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -95,8 +94,6 @@ class MatrixProjection(Projection):
             init.copy_(self.weight, self.random_matrix())
         else:
             _initialize(self.weight, pooling_matrix(*self.weight.shape[-2:]), self.config)
-        if self.bias is not None:
-            init.zeros_(self.bias)
 
     def random_matrix(self) -> torch.Tensor:
         """Entries iid N(0, 1/k), which keeps norms in expectation; the same on every device for one configuration."""
@@ -111,14 +108,15 @@ class MatrixProjection(Projection):
         if padding is not None:
             sequence = padding.gather(sequence)
         batch_size, length, channels = sequence.shape
-        weight = self.weight[..., :length]
+        if torch.compiler.is_exporting():  # an exported slice would not take the longest input
+            weight = self.weight[..., torch.arange(length, device=sequence.device)]
+        else:
+            weight = self.weight[..., :length]
         if weight.dim() == 2:
             projected = torch.bmm(weight.expand(batch_size, -1, -1), sequence)
         else:
             heads = sequence.view(batch_size, length, weight.shape[0], -1)
             projected = torch.einsum("hkn,bnhd->bkhd", weight, heads).reshape(batch_size, -1, channels)
-        if self.bias is not None:
-            projected = projected + self.bias[:, None]
         return projected, None
 
 
@@ -135,6 +133,7 @@ class WindowProjection(Projection):
     def __init__(self, config: LinformerConfig, projected_length: int, layer_idx: int, role: int):
         super().__init__()
         self.projected_length = projected_length
+        self.longest = config.max_position_embeddings
 
     def num_windows(self, length: int) -> int:
         """Number of windows of an input of `length` tokens."""
@@ -165,8 +164,10 @@ class WindowProjection(Projection):
         """Reduces the windows; k' is the number of windows that the longest row has."""
         batch_size, length, channels = sequence.shape
         num_windows, widest = self.num_windows(length), self.widest(length)
+        if torch.compiler.is_exporting():  # one graph for all lengths: as many and as wide as windows get, and masked
+            num_windows, widest = self.num_windows(self.longest), self.widest(self.longest)
         shape = (batch_size, num_windows, widest)
-        if padding is None and num_windows * widest == length:
+        if padding is None and not torch.compiler.is_exporting() and num_windows * widest == length:
             return self.reduce(sequence.view(*shape, channels), None), None
 
         if padding is None:
