@@ -51,12 +51,13 @@ class Arguments:
         default=None, metadata={"help": "BERT or RoBERTa encoder to convert; the packaged MiniLM if not given."}
     )
     from_scratch: bool = field(default=False, metadata={"help": "Train a tokenizer and a small new model instead."})
-    projected_length: int = field(default=32, metadata={"help": "k of the Linformer."})
+    projected_length: int = field(default=64, metadata={"help": "k of the Linformer."})
     max_seq_length: int = field(default=64, metadata={"help": "Tokens per text."})
     pretraining_steps: int = field(default=100, metadata={"help": "Masked-LM steps."})
     num_train_epochs: float = field(default=1.0, metadata={"help": "Passes over the topics' training texts."})
     batch_size: int = field(default=32, metadata={"help": "Texts per step."})
-    learning_rate: float = field(default=2e-4, metadata={"help": "Highest learning rate of both trainings."})
+    pretraining_learning_rate: float = field(default=1e-3, metadata={"help": "Highest one of the masked-LM steps."})
+    learning_rate: float = field(default=2e-4, metadata={"help": "Highest one of the fine-tuning."})
     seed: int = field(default=42, metadata={"help": "Of the split and the trainings."})
     overwrite_output_dir: bool = field(default=False, metadata={"help": "Replace an earlier run in the folder."})
 
@@ -101,7 +102,9 @@ def convert(source: Path | str, folder: Path, projected_length: int) -> None:
     from linformer_hf.convert_hf import convert_encoder
     from linformer_hf.training import atomic_directory
 
-    model = convert_encoder(AutoModel.from_pretrained(source), projected_length=projected_length)
+    # so short a training does not overfit
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = convert_encoder(AutoModel.from_pretrained(source), projected_length=projected_length, **dropout)
     tokenizer = AutoTokenizer.from_pretrained(source, model_max_length=model.config.max_position_embeddings)
     with atomic_directory(folder) as temporary:
         model.save_pretrained(temporary)
@@ -159,7 +162,7 @@ def training_arguments(args: Arguments, data: Path, kind: str, output_dir: Path)
         "max_seq_length": args.max_seq_length,
         "per_device_train_batch_size": args.batch_size,
         "per_device_eval_batch_size": args.batch_size,
-        "learning_rate": args.learning_rate,
+        "attn_implementation": "eager",
         "weight_decay": 0.01,
         "warmup_steps": 0.1,
         "logging_steps": 10,
@@ -209,14 +212,14 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     with stopwatch(seconds, "masked-LM pretraining"):
         flags = training_arguments(args, data, "text", pretrained)
         flags += ["--max_steps", str(args.pretraining_steps), "--max_eval_samples", "256", "--eval_on_start"]
-        run_mlm.main([*flags, *start_from])
+        run_mlm.main([*flags, *start_from, "--learning_rate", str(args.pretraining_learning_rate)])
         history = json.loads((pretrained / "trainer_state.json").read_text("utf-8"))["log_history"]
         losses = [entry["eval_loss"] for entry in history if "eval_loss" in entry]
 
     with stopwatch(seconds, "fine-tuning on topics"):
         flags = training_arguments(args, data, "topics", classifier)
-        start_from = ["--model_name_or_path", str(pretrained), "--num_train_epochs", str(args.num_train_epochs)]
-        topic_results = run_glue.main([*flags, *start_from])
+        flags += ["--num_train_epochs", str(args.num_train_epochs), "--learning_rate", str(args.learning_rate)]
+        topic_results = run_glue.main([*flags, "--model_name_or_path", str(pretrained)])
         scores["Linformer"] = (topic_results["eval_accuracy"], topic_results["eval_macro_f1"])
 
     spawn = multiprocessing.get_context("spawn")  # a fork would have the package loaded

@@ -158,6 +158,7 @@ def prepare(model_args: ModelArguments, data_args: DataArguments, args: Any) -> 
         model_args.model_name_or_path,
         config=AutoConfig.from_pretrained(model_args.model_name_or_path, **options, **overrides),
         ignore_mismatched_sizes=model_args.ignore_mismatched_sizes,
+        attn_implementation=model_args.attn_implementation,
         **options,
     )
     with PartialState().main_process_first():

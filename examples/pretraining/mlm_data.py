@@ -272,11 +272,17 @@ def load_model(
     else:
         config = training.config_from_scratch(model_args.model_type, tokenizer, max_seq_length or 512, overrides)
     if model_args.model_name_or_path:
-        model = AutoModelForMaskedLM.from_pretrained(name, config=config, **options)
+        model = AutoModelForMaskedLM.from_pretrained(
+            name, config=config, attn_implementation=model_args.attn_implementation, **options
+        )
         if len(tokenizer) > model.get_input_embeddings().num_embeddings:
             model.resize_token_embeddings(len(tokenizer))
     else:
-        model = AutoModelForMaskedLM.from_config(config, trust_remote_code=model_args.trust_remote_code)
+        model = AutoModelForMaskedLM.from_config(
+            config,
+            attn_implementation=model_args.attn_implementation,
+            trust_remote_code=model_args.trust_remote_code,
+        )
     logger.info("%s with %.1f M parameters", type(model).__name__, model.num_parameters() / 1e6)
     return model
 

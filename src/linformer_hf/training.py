@@ -64,6 +64,10 @@ class ModelArguments:
         default=None,
         metadata={"help": "Config values that replace the defaults or the checkpoint's, as in `a=1,b=[2,3],c=gelu`."},
     )
+    attn_implementation: str | None = field(
+        default=None,
+        metadata={"help": "eager, sdpa, ...; sdpa if not given. On CPUs eager is faster on short texts"},
+    )
     tokenizer_name: str | None = field(
         default=None, metadata={"help": "Folder or Hub name of the tokenizer, if it is not the model's."}
     )
