@@ -1103,6 +1103,17 @@ def test_no_tensor_grows_faster_than_the_input(overrides, implementation, masked
     assert sizes[1].numel <= 2 * 2048 * max(2 * TINY["hidden_size"], TINY["intermediate_size"]), sizes[1].where
 
 
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_long_inputs_go_through_the_feed_forward_in_parts(norm_first, monkeypatch):
+    model = build(max_position_embeddings=512, num_hidden_layers=1, intermediate_size=200, norm_first=norm_first)
+    ids = random_ids(3, 501)
+    expected = model(ids)[0]
+    monkeypatch.setattr("linformer_hf.modeling_linformer.FEED_FORWARD_CHUNK", 128)
+    with torch.no_grad(), LargestTensor() as largest:
+        assert difference(model(ids)[0], expected) < TOLERANCE["float32"]
+    assert largest.numel <= 3 * 501 * 2 * TINY["hidden_size"], largest.where
+
+
 def test_k_of_a_convolution_is_what_its_stride_gives():
     # k = 40 of n = 61 needs the stride 2, which makes 31 slots
     model = build(projection_type="convolution", projected_length=40, num_hidden_layers=1)

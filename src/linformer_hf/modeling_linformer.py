@@ -32,6 +32,10 @@ from .projections_linformer import PROJECTIONS, Padding, Projection
 # Arguments of batches that hold several sequences in one row, as padding-free collators make them.
 PACKED_SEQUENCE_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
+# Tokens that the feed-forward takes at once in inference on a CPU: what is between its two halves stays in the cache,
+# and (b, n, intermediate_size) never exists.
+FEED_FORWARD_CHUNK = 2048
+
 
 class LinformerEmbeddings(nn.Module):
     """Sum of word, position and token type embeddings. Positions count real tokens, from 0."""
@@ -247,6 +251,13 @@ class LinformerLayer(GradientCheckpointingLayer):
     ) -> torch.Tensor:
         """Gives (b, n, c)."""
         hidden_states = self.attention(hidden_states, padding=padding, shared_projection=shared_projection, **kwargs)
+        if torch.is_grad_enabled() or hidden_states.device.type != "cpu" or is_tracing(hidden_states):
+            return self.feed_forward(hidden_states)
+        chunks = hidden_states.flatten(0, 1).split(FEED_FORWARD_CHUNK)
+        return torch.cat([self.feed_forward(chunk) for chunk in chunks]).view(hidden_states.shape)
+
+    def feed_forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The second half of the layer, for any number of tokens (..., c)."""
         return self.output(self.intermediate(self.output.before(hidden_states)), hidden_states)
 
 
