@@ -1,3 +1,16 @@
+# Copyright 2026 The linformer_hf authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
 """Linformer: Self-Attention with Linear Complexity (https://arxiv.org/abs/2006.04768) for Transformers.
 
 The file reads from the parts to the whole: embeddings, attention, layer, encoder, model, heads. Shapes are written
