@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from transformers import AutoModelForMaskedLM, AutoTokenizer
+from transformers.integrations import is_tensorboard_available
 
 from linformer_hf import training
 
@@ -100,7 +101,7 @@ def test_a_run_leaves_a_model_figures_and_a_curve(tmp_path, corpus, script, mode
     assert losses[-1] < losses[0]
     assert [entry["step"] for entry in history if "eval_loss" in entry][:2] == [6, 12]
     assert (output / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
-    assert list(output.rglob("events.out.tfevents*"))
+    assert any(output.rglob("events.out.tfevents*")) == is_tensorboard_available()
 
     tokenizer = AutoTokenizer.from_pretrained(output)
     assert tokenizer.convert_tokens_to_ids(mlm_data.SPECIAL_TOKENS) == [0, 1, 2, 3, 4]
