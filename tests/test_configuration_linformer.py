@@ -66,6 +66,8 @@ REFUSED = [
     ({"hidden_size": 31}, ["hidden_size", "31", "num_attention_heads", "3"]),
     ({"num_attention_heads": 0}, ["num_attention_heads", "0"]),
     ({"num_hidden_layers": 0}, ["num_hidden_layers", "0"]),
+    ({"layer_norm_eps": -1.0}, ["layer_norm_eps", "-1.0"]),
+    ({"projection_seed": 2**40}, ["projection_seed", str(2**40)]),
     ({"hidden_act": "sine"}, ["hidden_act", "sine", "gelu"]),
     ({"hidden_dropout_prob": 1.5}, ["hidden_dropout_prob", "1.5", "from 0 to 1"]),
     ({"pad_token_id": 10_000}, ["pad_token_id", "10000", "vocab_size"]),

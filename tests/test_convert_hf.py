@@ -94,6 +94,11 @@ def test_refusals():
         convert_encoder(DistilBertModel(DistilBertConfig(vocab_size=50, dim=30, n_heads=3, hidden_dim=40, n_layers=1)))
     with pytest.raises(ValueError, match=r"no place for: classifier\.weight, classifier\.bias"):
         convert_encoder(BertForSequenceClassification(BERT))
+    with pytest.raises(ValueError, match="`model` is a 'Linear'"):
+        convert_encoder(torch.nn.Linear(3, 3))
+    untied = BertForMaskedLM(BertConfig(**SIZES, max_position_embeddings=61, tie_word_embeddings=False))
+    with pytest.raises(ValueError, match=r"word_embeddings\.weight would be lost"):
+        convert_encoder(untied, tie_word_embeddings=True)
     with pytest.raises(ValueError, match="is a decoder"):
         convert_encoder(BertModel(BertConfig(**SIZES, is_decoder=True)))
     with pytest.raises(ValueError, match=r"\(50, 30\) in the source, but in the target \(60, 30\)"):

@@ -162,6 +162,9 @@ class LinformerConfig(PreTrainedConfig):
         for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"):
             if not 0 <= (getattr(self, name) or 0) <= 1:
                 raise ValueError(f"`{name}` is {getattr(self, name)}, but must be from 0 to 1")
+        for name in ("layer_norm_eps", "initializer_range"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"`{name}` is {getattr(self, name)}, but must be at least 0")
         if self.hidden_act not in ACT2FN:
             raise ValueError(f"`hidden_act` is {self.hidden_act!r}, but must be one of {', '.join(ACT2FN)}")
         if self.pad_token_id is not None and not 0 <= self.pad_token_id < self.vocab_size:
@@ -199,8 +202,8 @@ class LinformerConfig(PreTrainedConfig):
                 f"`projected_length` is {k}, but `projection_sharing='layerwise'` uses one projection in all layers: "
                 "give one int, or share 'key_value', 'headwise' or 'none'"
             )
-        if self.projection_seed < 0:
-            raise ValueError(f"`projection_seed` is {self.projection_seed}, but must be at least 0")
+        if not 0 <= self.projection_seed < 2**32:
+            raise ValueError(f"`projection_seed` is {self.projection_seed}, but must be from 0 to 2**32 - 1")
 
 
 __all__ = ["LinformerConfig"]

@@ -82,9 +82,9 @@ def convert_encoder(model: PreTrainedModel, **linformer_options: Any) -> Linform
         >>> model = convert_encoder(AutoModel.from_pretrained("bert-base-uncased"), projected_length=128)
         ```
     """
-    source = model.config
-    if source.model_type not in RENAMES:
-        raise ValueError(f"`model` is a {source.model_type!r}, but must be one of {', '.join(map(repr, RENAMES))}")
+    source: Any = getattr(model, "config", None)
+    if (family := getattr(source, "model_type", type(model).__name__)) not in RENAMES:
+        raise ValueError(f"`model` is a {family!r}, but must be one of {', '.join(map(repr, RENAMES))}")
     if getattr(source, "is_decoder", False) or getattr(source, "add_cross_attention", False):
         raise ValueError("`model` is a decoder, but a Linformer cannot be causal: convert an encoder")
     if (positions := getattr(source, "position_embedding_type", None)) not in (None, "absolute"):
@@ -93,7 +93,9 @@ def convert_encoder(model: PreTrainedModel, **linformer_options: Any) -> Linform
     state_dict, left_out = rename_state_dict(model.state_dict(), source.model_type)
     position_key = "linformer.embeddings.position_embeddings.weight"
     if source.model_type == "roberta":  # its positions start behind the padding token's id
-        state_dict[position_key] = state_dict[position_key][source.pad_token_id + 1 :]
+        embeddings: Any = model.base_model.embeddings
+        padding_index = embeddings.padding_idx
+        state_dict[position_key] = state_dict[position_key][0 if padding_index is None else padding_index + 1 :]
     longest = len(state_dict[position_key])
 
     options = {name: getattr(source, name) for name in KEPT_FIELDS if hasattr(source, name)}
@@ -156,6 +158,11 @@ def _load(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> list[str]:
     if others := [name for name in new if "_projection." not in name]:
         raise ValueError(f"`model` lacks tensors that a Linformer needs: {', '.join(others)}")
     model.load_state_dict(state_dict, strict=False)
+    if lost := [name for name, tensor in state_dict.items() if not torch.equal(own[name].to(tensor), tensor)]:
+        raise ValueError(
+            f"The source's {', '.join(lost)} would be lost, since `tie_word_embeddings=True` makes them the same "
+            "tensor as others that differ in the source: leave that option out"
+        )
     return new
 
 

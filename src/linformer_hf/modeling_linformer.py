@@ -266,6 +266,8 @@ class LinformerLayer(GradientCheckpointingLayer):
         hidden_states = self.attention(hidden_states, padding=padding, shared_projection=shared_projection, **kwargs)
         if torch.is_grad_enabled() or hidden_states.device.type != "cpu" or is_tracing(hidden_states):
             return self.feed_forward(hidden_states)
+        if hidden_states.shape[:2].numel() <= FEED_FORWARD_CHUNK:
+            return self.feed_forward(hidden_states)
         chunks = hidden_states.flatten(0, 1).split(FEED_FORWARD_CHUNK)
         return torch.cat([self.feed_forward(chunk) for chunk in chunks]).view(hidden_states.shape)
 
