@@ -3,17 +3,9 @@
 Importing the package registers the family: `AutoModel.from_pretrained` and its kin then know `"linformer"`.
 """
 
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForMaskedLM,
-    AutoModelForMultipleChoice,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
+import transformers
 
-from .configuration_linformer import LinformerConfig
+from .configuration_linformer import AUTO_MAP, LinformerConfig
 from .modeling_linformer import (
     LinformerForMaskedLM,
     LinformerForMultipleChoice,
@@ -27,13 +19,11 @@ from .modeling_linformer import (
 
 __version__ = "0.1.0"
 
-AutoConfig.register("linformer", LinformerConfig, exist_ok=True)
-AutoModel.register(LinformerConfig, LinformerModel, exist_ok=True)
-AutoModelForMaskedLM.register(LinformerConfig, LinformerForMaskedLM, exist_ok=True)
-AutoModelForMultipleChoice.register(LinformerConfig, LinformerForMultipleChoice, exist_ok=True)
-AutoModelForQuestionAnswering.register(LinformerConfig, LinformerForQuestionAnswering, exist_ok=True)
-AutoModelForSequenceClassification.register(LinformerConfig, LinformerForSequenceClassification, exist_ok=True)
-AutoModelForTokenClassification.register(LinformerConfig, LinformerForTokenClassification, exist_ok=True)
+transformers.AutoConfig.register("linformer", LinformerConfig, exist_ok=True)
+for _auto_class, _reference in AUTO_MAP.items():
+    if _auto_class != "AutoConfig":
+        _model_class = globals()[_reference.rpartition(".")[2]]
+        getattr(transformers, _auto_class).register(LinformerConfig, _model_class, exist_ok=True)
 
 __all__ = [
     "LinformerConfig",
