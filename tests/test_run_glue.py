@@ -319,12 +319,96 @@ def test_long_examples_are_truncated_counted_and_reported(tmp_path, flags, scrip
     rows = [["opera", "arts"], ["opera " * 30, "arts"], ["atom " * 30, "science"]]
     file = write_csv(tmp_path / "long.csv", ["text", "label"], rows)
     argv = ["--train_file", file, "--validation_file", file, "--do_train", "--do_eval", "--max_steps", "1"]
-    assert SCRIPTS[script](flags(*argv))["truncated_examples"] == 4
+    results = SCRIPTS[script](flags(*argv))
+    figures = [results[f"truncated_{name}examples"] for name in ("", "train_", "validation_")]
+    assert figures == [4, 2, 2]
     assert "2 of 3 train examples have more than 24 tokens" in caplog.text
     with pytest.raises(ValueError, match="--max_seq_length 25 is more than the 24 tokens"):
         SCRIPTS[script](flags(*argv, "--max_seq_length", "25", folder="other"))
     results = SCRIPTS[script](flags(*argv, "--max_seq_length", "2", folder="short"))
     assert results["truncated_examples"] == 6
+
+
+@pytest.mark.parametrize(
+    ("rows", "more", "message"),
+    [
+        ([["opera", ["arts"]]], [], r"Row 0 of the train data has \['arts'\] in 'label'"),
+        ([["opera", "arts"]] * 2, [], r"All train data have the label 'arts' in 'label': add examples"),
+        ([["opera", {"a": 1}]], [], r"Row 0 of the train data has \{'a': 1\} in 'label'"),
+        ([["opera", "arts"], ["poem", 1]], [], r"'arts' in row 0 but 1 in row 1: write all as texts"),
+        (
+            [[12, "arts"], [13, "sport"]],
+            [],
+            r"text column 'text' of the train data holds int64, as 12 in row 0: .*--text_column_names",
+        ),
+        (
+            [[["opera"], "arts"], [["goal"], "sport"]],
+            [],
+            r"text column 'text' of the train data holds List, as \['opera'\]",
+        ),
+        (
+            [["opera", "1"], ["poem", "arts"]],
+            ["--do_regression"],
+            r"Row 1 .* 'arts' in 'label', and a regression needs .* --do_regression false",
+        ),
+        ([["opera", 1.5], ["poem", float("inf")]], [], r"Row 1 .* inf in 'label', and a regression needs a finite"),
+        ([["opera", "arts"], ["poem", None]], [], r"Row 1 .* the words None, NA, nan and null also count as no value"),
+    ],
+)
+def test_labels_and_texts_that_cannot_be_learned_are_named(tmp_path, flags, rows, more, message):
+    file = tmp_path / "train.json"
+    file.write_text("\n".join(json.dumps({"text": text, "label": label}) for text, label in rows))
+    with pytest.raises(ValueError, match=message):
+        run_glue.main(flags("--do_train", "--train_file", str(file), *more))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_label_that_csv_reads_as_missing_is_explained(tmp_path, flags):
+    file = write_csv(tmp_path / "train.csv", ["text", "label"], [["opera", "arts"], ["poem", "None"]])
+    with pytest.raises(ValueError, match=r"Row 1 .* no value in 'label'.* use other words, or a json file"):
+        run_glue.main(flags("--do_train", "--train_file", file))
+
+
+def bert_tokenizer(folder, words):
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
+    tokenizer = transformers.BertTokenizer(vocab={name: index for index, name in enumerate(names)})
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_tokenizer_with_more_tokens_and_token_types_than_the_model(tmp_path, flags, script, caplog):
+    many = bert_tokenizer(tmp_path / "tokenizer", [*(f"w{index}" for index in range(200)), "opera", "atom"])
+    file = write_csv(
+        tmp_path / "pairs.csv", ["sentence1", "sentence2", "label"], [["opera", "atom", "x"], ["atom", "atom", "y"]]
+    )
+    argv = ["--train_file", file, "--validation_file", file, "--tokenizer_name", many]
+    results = SCRIPTS[script](flags(*argv, "--do_train", "--do_eval", "--max_steps", "1"))
+    assert np.isfinite(results["eval_loss"])
+    assert "The tokenizer has 207 tokens" in caplog.text
+    assert "token_type_ids of the tokenizer are left out" in caplog.text
+    assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").config.vocab_size == 207
+
+
+def test_models_and_tokenizers_that_do_not_fit_are_refused(tmp_path, model, flags):
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path / "unpadded")
+    with pytest.raises(ValueError, match="unpadded has no padding token"):
+        run_glue.main(flags("--do_train", "--tokenizer_name", str(tmp_path / "unpadded")))
+    for more in ([], ["--do_regression"]):
+        with pytest.raises(ValueError, match=r"--do_predict .* random labels.* with --do_train"):
+            run_glue.main(flags("--do_predict", *more))
+    run_glue.main(flags("--do_train", "--max_steps", "1", folder="tuned"))
+    tuned = ["--model_name_or_path", str(tmp_path / "tuned")]
+    file = write_csv(tmp_path / "two.csv", ["text", "label"], [["opera", "x"], ["atom", "y"]])
+    argv = ["--do_train", "--max_steps", "1", "--train_file", file]
+    with pytest.raises(ValueError, match=r"2 labels of these data: .*--ignore_mismatched_sizes"):
+        run_glue.main(flags(*argv, *tuned))
+    run_glue.main(flags(*argv, *tuned, "--ignore_mismatched_sizes"))
+    many = bert_tokenizer(tmp_path / "many", [f"w{index}" for index in range(200)])
+    with pytest.raises(ValueError, match=r"has 205 tokens, and .* --tokenizer_name it was trained with"):
+        run_glue.main(flags("--do_predict", *tuned, "--tokenizer_name", many, folder="other"))
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

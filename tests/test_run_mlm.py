@@ -113,7 +113,7 @@ def test_a_run_leaves_a_model_figures_and_a_curve(tmp_path, corpus, script, mode
     assert inputs["input_ids"].shape == (1, 48)
     assert model(**inputs).logits.isfinite().all()
 
-    # Once more from the saved folder: evaluation of the reloaded model gives the same figure.
+    # Once more from the saved folder and in it: the same figure, and those of the training stay.
     argv = [
         "--train_file",
         str(corpus),
@@ -123,8 +123,14 @@ def test_a_run_leaves_a_model_figures_and_a_curve(tmp_path, corpus, script, mode
         "--cache_dir",
         str(tmp_path),
     ]
-    again = SCRIPTS[script]([*argv, "--output_dir", str(tmp_path / "again"), "--report_to", "none"])
+    again = SCRIPTS[script]([*argv, "--output_dir", str(output), "--report_to", "none"])
     assert again["eval_loss"] == pytest.approx(results["eval_loss"], abs=1e-6)
+    figures = json.loads((output / "all_results.json").read_text())
+    for name in ("train_loss", "epoch"):
+        assert figures[name] == results[name]
+    if model_type == "linformer":
+        with pytest.raises(ValueError, match="projected_length=9: the trained projections"):
+            SCRIPTS[script]([*argv, "--output_dir", str(output), "--config_overrides", "projected_length=9"])
 
 
 def test_a_checkpoint_of_either_script_is_a_model_folder(tmp_path, flags):
@@ -393,6 +399,9 @@ def test_data_loading_processes_that_outlive_an_epoch_see_the_next(collator):
     [
         (["--train_file", "missing.txt"], "missing.txt does not exist"),
         (["--text_column_name", "body"], "no text column body.*--text_column_name"),
+        (["--max_seq_length", "2"], "--max_seq_length is 2, but must be at least 3"),
+        (["--mlm_probability", "0"], "--mlm_probability is 0.0, but must be above 0 and at most 1"),
+        (["--mlm_probability", "1.5"], "--mlm_probability is 1.5"),
         (["--max_seq_length", "5000"], "do not fill one block of --max_seq_length 5000"),
         (["--model_type", "linfomer"], "linfomer"),
         (["--config_overrides", "hiden_size=8"], "hiden_size"),

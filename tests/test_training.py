@@ -41,6 +41,51 @@ def test_recipe_with_an_unknown_name_or_no_recipe(tmp_path):
         training.parse_arguments(Options, argv=[str(tmp_path / "other.json")])
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "recipe.json is not a JSON file"),
+        ("[1]", "recipe.json holds a list, but must hold one JSON object"),
+        ('{"save_strategy": "sometimes"}', 'save_strategy to "sometimes", but it must be one of no, steps, epoch'),
+        ('{"max_steps": 1.5}', "max_steps to 1.5, but it must be int"),
+        ('{"max_steps": true}', "max_steps to true, but it must be int"),
+        ('{"learning_rate": null}', "learning_rate to null, but it must be float"),
+        ('{"learning_rate": [1]}', r"learning_rate to \[1\], but it must be float"),
+        ('{"do_train": "perhaps"}', 'do_train to "perhaps", but it must be true or false'),
+        ('{"output_dir": {}}', "output_dir to {}, but it must be str"),
+        ('{"gradient_accumulation_steps": 0}', "--gradient_accumulation_steps is 0, but must be at least 1"),
+    ],
+)
+@pytest.mark.parametrize("arguments", [training.TrainingArguments, training.AccelerateArguments])
+def test_recipe_values_are_checked_like_flags(tmp_path, arguments, text, message):
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        training.parse_arguments(arguments, argv=[str(recipe)])
+
+
+def test_recipe_values_are_converted_like_flags(tmp_path):
+    recipe = tmp_path / "recipe.json"
+    values = {"max_steps": 16.0, "learning_rate": "1e-3", "do_train": True, "resume_from_checkpoint": True}
+    recipe.write_text(json.dumps({**values, "save_total_limit": None, "config_overrides": {"hidden_size": 8}}))
+    model_args, args = training.parse_arguments(
+        training.ModelArguments, training.AccelerateArguments, argv=[str(recipe)]
+    )
+    assert (args.max_steps, args.learning_rate, args.do_train) == (16, 1e-3, True)
+    assert isinstance(args.max_steps, int)
+    assert (args.resume_from_checkpoint, args.save_total_limit) == ("True", None)
+    assert model_args.config_overrides == {"hidden_size": 8}
+    recipe.write_text('{"report_to": ["none"], "lr_scheduler_kwargs": {"num_cycles": 2}}')
+    (args,) = training.parse_arguments(training.TrainingArguments, argv=[str(recipe)])
+    assert (args.report_to, args.lr_scheduler_kwargs) == ([], {"num_cycles": 2})
+
+
+@pytest.mark.parametrize("name", ["gradient_accumulation_steps", "logging_steps", "save_steps", "eval_steps"])
+def test_steps_are_at_least_one(name):
+    with pytest.raises(ValueError, match=f"--{name} is 0, but must be at least 1"):
+        training.AccelerateArguments(**{name: 0})
+
+
 def test_names_of_transformers_no_trainer_scripts():
     (args,) = training.parse_arguments(
         training.AccelerateArguments,
@@ -72,6 +117,35 @@ def test_wrong_config_overrides():
     with pytest.raises(ValueError, match="hiden_size"):
         training.check_overrides(linformer_hf.LinformerConfig(), {"hiden_size": 4})
 
+    with pytest.raises(ValueError, match="--config_overrides is 5"):
+        training.parse_overrides(5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fits"),
+    [
+        ({"projected_length": 8, "projection_type": "linear", "hidden_dropout_prob": 0}, True),
+        ({"projected_length": [8, 8]}, True),
+        ({"projected_length": 4}, False),
+        ({"projected_length": [8, 4]}, False),
+        ({"projection_type": "mean_pooling"}, False),
+        ({"projection_sharing": "none"}, False),
+        ({"max_position_embeddings": 64}, False),
+    ],
+)
+def test_overrides_that_trained_projections_do_not_fit(overrides, fits):
+    config = linformer_hf.LinformerConfig(num_hidden_layers=2, max_position_embeddings=32, projected_length=8)
+    training.check_overrides(config, overrides, trained_weights=False)
+    training.check_overrides(RobertaConfig(max_position_embeddings=9), {"max_position_embeddings": 34})
+    message = f"{next(iter(overrides))}=.*trained projections .* another shape.*--config_name"
+    with contextlib.nullcontext() if fits else pytest.raises(ValueError, match=message):
+        training.check_overrides(config, overrides)
+
+
+def test_pooling_has_no_trained_projections():
+    config = linformer_hf.LinformerConfig(projection_type="mean_pooling", projected_length=8)
+    training.check_overrides(config, {"projected_length": 4, "projection_type": "max_pooling"})
+
 
 # --- Files and folders -----------------------------------------------------------------------------------------------
 
@@ -80,7 +154,8 @@ def make_checkpoint(folder, step):
     checkpoint = folder / f"checkpoint-{step}"
     checkpoint.mkdir(parents=True)
     RobertaForMaskedLM(tiny_roberta()).save_pretrained(checkpoint)
-    torch.save({"step": step}, checkpoint / "optimizer.pt")
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        torch.save({"step": step}, checkpoint / name)
     training.write_json(checkpoint / "trainer_state.json", {"global_step": step})
     return checkpoint
 
@@ -103,8 +178,45 @@ def test_newest_checkpoint_is_the_newest_complete_one(tmp_path, name):
     file.write_text("{") if name.endswith("json") else cut(file)
     assert training.newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-9")
     file.unlink()
-    if name != "optimizer.pt":  # a run may be told to save no optimizer
-        assert training.newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-9")
+    assert training.newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-9")
+
+
+@pytest.mark.parametrize("script", ["trainer", "accelerate"])
+def test_a_checkpoint_without_one_of_its_files_is_passed_over(tmp_path, script, caplog):
+    train = train_accelerate if script == "accelerate" else lambda folder: make_trainer(folder).train()
+    train(tmp_path)
+    for file in sorted((tmp_path / "checkpoint-4").iterdir()):
+        caplog.clear()
+        hidden = file.rename(tmp_path / "hidden")
+        newest = training.prepare_output_dir(tmp_path, resume_from_checkpoint="true")
+        hidden.rename(file)
+        if file.name in {"training_args.bin", "README.md", "generation_config.json"}:  # nothing is read from them
+            assert newest == str(tmp_path / "checkpoint-4")
+        else:
+            assert newest == str(tmp_path / "checkpoint-3"), file.name
+            assert "Passing over" in caplog.text
+    for name, text in (("config.json", "{"), ("trainer_state.json", "{}"), ("trainer_state.json", "[]")):
+        before = (tmp_path / "checkpoint-4" / name).read_text()
+        (tmp_path / "checkpoint-4" / name).write_text(text)
+        assert training.newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-3")
+        (tmp_path / "checkpoint-4" / name).write_text(before)
+    assert training.newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
+
+
+def test_checkpoints_without_optimizer_and_in_shards(tmp_path, caplog):
+    make_trainer(tmp_path, save_only_model=True).train()
+    newest = tmp_path / "checkpoint-4"
+    assert training.newest_checkpoint(tmp_path) == str(newest)
+    assert "--save_only_model" in caplog.text
+    (newest / "model.safetensors").unlink()
+    RobertaForMaskedLM(tiny_roberta()).save_pretrained(newest, max_shard_size="5kB")
+    shards = sorted(newest.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    assert training.newest_checkpoint(tmp_path) == str(newest)
+    for file in (shards[0], newest / "model.safetensors.index.json"):
+        hidden = file.rename(tmp_path / "hidden")
+        assert training.newest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-3")
+        hidden.rename(file)
 
 
 def test_output_folder(tmp_path):
@@ -130,6 +242,26 @@ def test_a_finished_run_is_refused_too(tmp_path):
     training.write_json(tmp_path / "all_results.json", {})
     with pytest.raises(ValueError, match="already holds a run"):
         training.prepare_output_dir(tmp_path)
+
+
+@pytest.mark.parametrize("arguments", [training.TrainingArguments, training.AccelerateArguments])
+def test_a_trained_folder_can_be_evaluated(tmp_path, arguments):
+    make_checkpoint(tmp_path, 3)
+    assert training.start_run(arguments(output_dir=str(tmp_path), report_to="none", do_eval=True)) is None
+    with pytest.raises(ValueError, match="already holds a run"):
+        training.start_run(arguments(output_dir=str(tmp_path), report_to="none", do_train=True))
+
+
+def test_figures_of_an_evaluation_go_beside_those_of_the_training(tmp_path):
+    training.write_results(tmp_path, {"train_loss": 1.0, "eval_loss": 2.0, "epoch": 3.0}, [{"step": 1, "loss": 1.0}])
+    curve = (tmp_path / "loss_curve.png").read_bytes()
+    training.write_results(tmp_path, {"eval_loss": 4.0, "epoch": 0}, None)
+    results = json.loads((tmp_path / "all_results.json").read_text())
+    assert results == {"train_loss": 1.0, "eval_loss": 4.0, "epoch": 3.0}
+    assert (tmp_path / "loss_curve.png").read_bytes() == curve
+    (tmp_path / "all_results.json").write_text("{")
+    training.write_results(tmp_path, {"eval_loss": 4.0}, None)
+    assert json.loads((tmp_path / "all_results.json").read_text()) == {"eval_loss": 4.0}
 
 
 def test_remove_checkpoints_keeps_the_rest(tmp_path):
@@ -198,6 +330,12 @@ def test_loss_curve(tmp_path):
     assert not file.exists()
     training.plot_loss_curve([{"step": 1, "loss": 3.0}, {"step": 2, "eval_loss": 2.0}], file)
     assert file.read_bytes().startswith(b"\x89PNG")
+    before = file.read_bytes()
+    points = [{"step": step, "loss": 3.0 - step % 7} for step in range(100)]
+    with pytest.raises(OSError, match="too large"), full_disk(1000):
+        training.plot_loss_curve(points, file)
+    assert file.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_data_files(tmp_path):
@@ -250,6 +388,21 @@ def test_config_from_scratch_fits_the_longest_input(tokenizer, model_type, posit
     model = transformers.AutoModelForMaskedLM.from_config(config)
     assert training.longest_input(model) == 24
     model(input_ids=torch.full((1, 24), 5))
+
+
+def test_config_from_scratch_with_a_list_of_projected_lengths(tokenizer):
+    overrides = training.parse_overrides("num_hidden_layers=2,projected_length=[8,4],projection_sharing=headwise")
+    config = training.config_from_scratch("linformer", tokenizer, 24, overrides)
+    assert (config.projected_lengths, config.max_position_embeddings) == ([8, 4], 24)
+
+
+@pytest.mark.parametrize("model_type", ["linformer", "roberta"])
+def test_config_from_scratch_has_room_for_the_token_types(tokenizer, model_type):
+    bert = transformers.BertTokenizer(vocab={"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "[MASK]": 4})
+    assert training.config_from_scratch(model_type, bert, 24, {}).type_vocab_size == 2
+    assert training.config_from_scratch(model_type, bert, 24, {"type_vocab_size": 3}).type_vocab_size == 3
+    default = transformers.CONFIG_MAPPING[model_type]().type_vocab_size
+    assert training.config_from_scratch(model_type, tokenizer, 24, {}).type_vocab_size == default
 
 
 def test_projected_length_that_does_not_fit_is_lowered_unless_given(tokenizer, caplog):

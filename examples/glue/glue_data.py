@@ -100,7 +100,10 @@ class DataArguments:
 
 @dataclass
 class GlueSetup:
-    """What both scripts train with. `validation` and `test` hold a dataset for each suffix, see `Task`."""
+    """What both scripts train with. `validation` and `test` hold a dataset for each suffix, see `Task`.
+
+    `truncated` has the figures for the results: how many examples were cut, in all and in each split.
+    """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -110,7 +113,7 @@ class GlueSetup:
     collator: Callable
     compute_metrics: Callable[[EvalPrediction], dict[str, float]]
     label_names: list[str] | None
-    truncated: int
+    truncated: dict[str, int]
     task_name: str | None
     card: dict[str, Any]
 
@@ -154,13 +157,7 @@ def prepare(model_args: ModelArguments, data_args: DataArguments, args: Any) -> 
             "problem_type": "single_label_classification",
         }
     tokenizer = AutoTokenizer.from_pretrained(model_args.tokenizer_name or model_args.model_name_or_path, **options)
-    model = AutoModelForSequenceClassification.from_pretrained(
-        model_args.model_name_or_path,
-        config=AutoConfig.from_pretrained(model_args.model_name_or_path, **options, **overrides),
-        ignore_mismatched_sizes=model_args.ignore_mismatched_sizes,
-        attn_implementation=model_args.attn_implementation,
-        **options,
-    )
+    model = load_model(model_args, args, tokenizer, overrides)
     with PartialState().main_process_first():
         encoded, truncated = encode_splits(splits, data_args, task, model, tokenizer, label_names)
     metric_name = data_args.task_name or ("regression" if regression else "classification")
@@ -177,6 +174,67 @@ def prepare(model_args: ModelArguments, data_args: DataArguments, args: Any) -> 
         task_name=data_args.task_name,
         card={"tasks": "text-classification", "dataset": data_args.task_name or data_args.dataset_name},
     )
+
+
+def load_model(
+    model_args: ModelArguments, args: Any, tokenizer: PreTrainedTokenizerBase, overrides: dict[str, Any]
+) -> PreTrainedModel:
+    """Loads the model, and checks that checkpoint, labels and tokenizer fit together.
+
+    Args:
+        model_args: The model arguments.
+        args: The training arguments; without training nothing may be new.
+        tokenizer: The tokenizer.
+        overrides: Values of the config to set.
+
+    Returns:
+        The model, with an embedding for each token.
+    """
+    name, options = model_args.model_name_or_path, model_args.hub_options()
+    if tokenizer.pad_token is None:
+        raise ValueError(
+            f"The tokenizer of {model_args.tokenizer_name or name} has no padding token, which batches need: "
+            "set its pad_token and save it, or pass another --tokenizer_name"
+        )
+    model, found = AutoModelForSequenceClassification.from_pretrained(
+        name,
+        config=AutoConfig.from_pretrained(name, **options, **overrides),
+        ignore_mismatched_sizes=True,  # so that the message below can say what to do
+        attn_implementation=model_args.attn_implementation,
+        output_loading_info=True,
+        **options,
+    )
+    mismatched = sorted((key, tuple(old), tuple(new)) for key, old, new in found["mismatched_keys"])
+    if mismatched and not model_args.ignore_mismatched_sizes:
+        key, old, new = mismatched[0]
+        raise ValueError(
+            f"{key} has the shape {old} in {name}, and {new} with the {model.config.num_labels} labels of these data: "
+            "to train a new head for other labels, pass --ignore_mismatched_sizes; otherwise correct the labels or "
+            "--config_overrides"
+        )
+    if (
+        args.do_predict
+        and not args.do_train
+        and (new := sorted({key for key, *_ in mismatched} | found["missing_keys"]))
+    ):
+        raise ValueError(
+            f"--do_predict with {name} would write random labels, as it has no trained {new[0]}: "
+            "train it on labelled data first, with --do_train"
+        )
+    known = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > known:
+        if not args.do_train:
+            raise ValueError(
+                f"The tokenizer of {model_args.tokenizer_name or name} has {len(tokenizer)} tokens, and {name} "
+                f"embeddings for {known}: pass the --tokenizer_name it was trained with, or train with --do_train"
+            )
+        logger.warning(
+            "The tokenizer has %d tokens, more than the %d of the model, which get new embeddings",
+            len(tokenizer),
+            known,
+        )
+        model.resize_token_embeddings(len(tokenizer))
+    return model
 
 
 def with_suffix(splits: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -228,7 +286,7 @@ def is_float(data: datasets.Dataset, column: str) -> bool:
 
 
 def check_labels(data: datasets.Dataset, split: str, column: str) -> None:
-    """Refuses data without labels.
+    """Refuses data without labels, and labels that are neither texts nor numbers.
 
     Args:
         data: The data of a split.
@@ -239,10 +297,50 @@ def check_labels(data: datasets.Dataset, split: str, column: str) -> None:
         raise ValueError(
             f"The {split} data have no column {column!r} but {', '.join(data.column_names)}: pass --label_column_name"
         )
-    unlabelled = -1 if isinstance(data.features[column], datasets.ClassLabel) else None
+    feature = data.features[column]
+    unlabelled = -1 if isinstance(feature, datasets.ClassLabel) else None
     for row, value in enumerate(data[column]):
         if value is None or value == unlabelled or (isinstance(value, float) and math.isnan(value)):
-            raise ValueError(f"Row {row} of the {split} data has no value in {column!r}: fill it or delete the row")
+            raise ValueError(
+                f"Row {row} of the {split} data has no value in {column!r}: fill it or delete the row. In csv and tsv "
+                "files the words None, NA, nan and null also count as no value: use other words, or a json file"
+            )
+        if isinstance(value, (list, dict)):
+            raise ValueError(
+                f"Row {row} of the {split} data has {value!r} in {column!r}: each row needs one label, a text or a "
+                "number; choose one, or name another column with --label_column_name"
+            )
+    if not isinstance(feature, (datasets.Value, datasets.ClassLabel)):
+        first, row, other = first_of_another_type(data[column])
+        raise ValueError(
+            f"The {split} data have labels of several types in {column!r}, {first!r} in row 0 but {other!r} in "
+            f"row {row}: write all as texts or all as numbers"
+        )
+
+
+def first_of_another_type(values: Any) -> tuple[Any, int, Any]:
+    """The first value, and the row and value of the first that has another type."""
+    first = values[0]
+    return first, *next(
+        ((row, value) for row, value in enumerate(values) if type(value) is not type(first)), (0, first)
+    )
+
+
+def regression_targets(data: datasets.Dataset, split: str, column: str) -> list[float]:
+    """The labels of all rows as numbers, for a regression."""
+    targets = []
+    for row, value in enumerate(data[column]):
+        try:
+            target = float(value)
+        except (TypeError, ValueError):
+            target = math.nan
+        if not math.isfinite(target):
+            raise ValueError(
+                f"Row {row} of the {split} data has {value!r} in {column!r}, and a regression needs a finite number: "
+                "correct it, or learn classes with --do_regression false"
+            )
+        targets.append(target)
+    return targets
 
 
 def label_texts(data: datasets.Dataset, column: str) -> list[str]:
@@ -276,6 +374,11 @@ def find_label_names(labelled: dict[str, Any], column: str, config: Any) -> list
         raise ValueError("The model does not know its label names: train it on labelled data first, with --do_train")
     else:
         names = known
+    if "train" in labelled and len(names) < 2:  # such a model could be saved, but not loaded again
+        raise ValueError(
+            f"All train data have the label {names[0]!r} in {column!r}: add examples with another label, "
+            "or name another column with --label_column_name"
+        )
     if set(names) == set(known):
         names = known
     for split, found in present.items():
@@ -294,7 +397,7 @@ def encode_splits(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     label_names: list[str] | None,
-) -> tuple[dict[str, Any], int]:
+) -> tuple[dict[str, Any], dict[str, int]]:
     """Tokenizes all splits.
 
     Args:
@@ -306,7 +409,7 @@ def encode_splits(
         label_names: The label names, or None for a regression.
 
     Returns:
-        The encoded splits, and how many examples were truncated in all of them.
+        The encoded splits, and how many examples were truncated, as in `GlueSetup`.
     """
     limit = min(training.longest_input(model) or tokenizer.model_max_length, tokenizer.model_max_length)
     max_seq_length = data_args.max_seq_length or limit
@@ -316,12 +419,15 @@ def encode_splits(
             f"pass at most {limit}"
         )
     column = data_args.label_column_name
-    encoded, truncated = {}, 0
+    one_type = getattr(model.config, "type_vocab_size", 2) < 2 and "token_type_ids" in tokenizer.model_input_names
+    if one_type:
+        logger.info("The token_type_ids of the tokenizer are left out, as the model has one token type only")
+    encoded, truncated = {}, {"truncated_examples": 0}
     for split, data in splits.items():
-        columns = find_text_columns(data, data_args, task)
+        columns = find_text_columns(data, split, data_args, task)
         labels = None
         if not split.startswith("test"):
-            labels = [float(value) for value in data[column]] if label_names is None else label_texts(data, column)
+            labels = regression_targets(data, split, column) if label_names is None else label_texts(data, column)
             if label_names is not None:
                 index = {name: number for number, name in enumerate(label_names)}
                 labels = [index[name] for name in labels]
@@ -334,6 +440,7 @@ def encode_splits(
                 "columns": columns,
                 "max_seq_length": max_seq_length,
                 "padding": "max_length" if data_args.pad_to_max_length else False,
+                "options": {"return_token_type_ids": False} if one_type else {},
             },
             num_proc=data_args.preprocessing_num_workers,
             load_from_cache_file=not data_args.overwrite_cache,
@@ -348,17 +455,21 @@ def encode_splits(
                 split,
                 max_seq_length,
             )
-        truncated += count
+        truncated[f"truncated_{split}_examples"] = count
+        truncated["truncated_examples"] += count
         data = data.remove_columns("truncated")
         encoded[split] = data if labels is None else data.add_column("labels", labels)
     return encoded, truncated
 
 
-def find_text_columns(data: datasets.Dataset, data_args: DataArguments, task: Task | None) -> tuple[str, ...]:
+def find_text_columns(
+    data: datasets.Dataset, split: str, data_args: DataArguments, task: Task | None
+) -> tuple[str, ...]:
     """The one or two columns with text.
 
     Args:
         data: The data of a split.
+        split: Its name.
         data_args: The data arguments.
         task: The GLUE task, if any.
 
@@ -382,6 +493,13 @@ def find_text_columns(data: datasets.Dataset, data_args: DataArguments, task: Ta
             f"Text in {', '.join(columns) or 'no column'}, of the columns {', '.join(names)}: "
             "name the one or two text columns with --text_column_names"
         )
+    for column in columns:
+        kind = getattr(data.features[column], "dtype", None) or type(data.features[column]).__name__
+        if "string" not in kind and kind != "null":  # the latter if all rows are empty
+            raise ValueError(
+                f"The text column {column!r} of the {split} data holds {kind}, as {data[column][0]!r} in row 0: "
+                "name one with texts with --text_column_names, or write the values as strings, in a json file"
+            )
     return columns
 
 
@@ -391,6 +509,7 @@ def encode(
     columns: tuple[str, ...],
     max_seq_length: int,
     padding: str | bool,
+    options: dict[str, Any],
 ) -> dict[str, list]:
     """Tokenizes a batch, and marks the examples that had to be truncated.
 
@@ -400,15 +519,16 @@ def encode(
         columns: The text columns.
         max_seq_length: The longest example, in tokens.
         padding: As for the tokenizer.
+        options: More options of the tokenizer.
 
     Returns:
         The tokenizer's columns, and `truncated`.
     """
     texts = [[text or "" for text in batch[column]] for column in columns]
-    encoded = tokenizer(*texts, verbose=False)
+    encoded = tokenizer(*texts, verbose=False, **options)
     truncated = [len(tokens) > max_seq_length for tokens in encoded["input_ids"]]
     if padding or any(truncated):
-        encoded = tokenizer(*texts, truncation=True, max_length=max_seq_length, padding=padding)
+        encoded = tokenizer(*texts, truncation=True, max_length=max_seq_length, padding=padding, **options)
     return {**encoded, "truncated": truncated}
 
 

@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         compute_metrics=setup.compute_metrics,
         processing_class=setup.tokenizer,
     )
-    results = {"truncated_examples": setup.truncated}
+    results = dict(setup.truncated)
     if args.do_train:
         results |= trainer.train(resume_from_checkpoint=checkpoint).metrics
     for suffix, dataset in setup.validation.items():

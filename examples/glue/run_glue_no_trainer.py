@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         metrics = setup.compute_metrics(EvalPrediction(logits.numpy(), labels.numpy()))
         return {f"eval_{name}{suffix}": value for name, value in {"loss": loss, **metrics}.items()}
 
-    results = {"truncated_examples": setup.truncated}
+    results = dict(setup.truncated)
     if args.do_train:
         results |= run.train(setup.train_dataset, setup.collator, evaluate if args.do_eval else None)
     for suffix in loaders:

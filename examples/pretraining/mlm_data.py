@@ -81,6 +81,11 @@ class DataArguments:
     max_train_samples: int | None = field(default=None, metadata={"help": "Use only that many training blocks."})
     max_eval_samples: int | None = field(default=None, metadata={"help": "Use only that many validation blocks."})
 
+    def __post_init__(self) -> None:
+        training.check_at_least(self, 3, "max_seq_length")  # two special tokens and one of the text
+        if not 0 < self.mlm_probability <= 1:
+            raise ValueError(f"--mlm_probability is {self.mlm_probability}, but must be above 0 and at most 1")
+
 
 @dataclass
 class MlmSetup:
@@ -267,7 +272,7 @@ def load_model(
     name = model_args.model_name_or_path or model_args.config_name
     if name:
         config = AutoConfig.from_pretrained(name, **options)
-        training.check_overrides(config, overrides)
+        training.check_overrides(config, overrides, trained_weights=bool(model_args.model_name_or_path))
         config = AutoConfig.from_pretrained(name, **options, **overrides)
     else:
         config = training.config_from_scratch(model_args.model_type, tokenizer, max_seq_length or 512, overrides)

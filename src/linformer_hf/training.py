@@ -12,8 +12,11 @@ import os
 import re
 import shutil
 import sys
+import types
+import typing
 import zipfile
 import zlib
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -21,12 +24,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-import datasets
 import torch
 import transformers
-from accelerate import Accelerator, PartialState
-from accelerate.state import AcceleratorState
-from accelerate.utils import DataLoaderConfiguration
 from huggingface_hub import HfApi
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -40,6 +39,15 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, rotat
 from .configuration_linformer import LinformerConfig
 
 
+try:
+    import datasets
+    from accelerate import Accelerator, PartialState
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DataLoaderConfiguration
+except ImportError as error:
+    raise ImportError(f"{__name__} needs more packages: pip install 'linformer_hf[examples]'") from error
+
+
 logger = logging.getLogger(__name__)
 
 RESULTS_NAME = "all_results.json"
@@ -51,6 +59,20 @@ LOSS_CURVE_NAME = "loss_curve.png"
 # ---------------------------------------------------------------------------------------------------------------------
 
 _OVERWRITE_HELP = "Train anew in a folder that holds a run: its checkpoints are deleted when training starts."
+
+
+def check_at_least(args: Any, smallest: int, *names: str) -> None:
+    """Refuses arguments that are too small.
+
+    Args:
+        args: The dataclass with the arguments.
+        smallest: The smallest value that is allowed.
+        *names: The arguments to check; None is allowed.
+    """
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and value < smallest:
+            raise ValueError(f"--{name} is {value}, but must be at least {smallest}")
 
 
 @dataclass
@@ -104,6 +126,10 @@ class TrainingArguments(transformers.TrainingArguments):
         default=torch.accelerator.is_available(), metadata={"help": "Pin memory in data loaders; off without a GPU."}
     )
     overwrite_output_dir: bool = field(default=False, metadata={"help": _OVERWRITE_HELP})
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "per_device_train_batch_size", "gradient_accumulation_steps")
+        super().__post_init__()
 
 
 @dataclass
@@ -168,6 +194,8 @@ class AccelerateArguments:
     hub_token: str | None = field(default=None, metadata={"help": "Token for the Hub, if you are not logged in."})
 
     def __post_init__(self) -> None:
+        check_at_least(self, 1, "per_device_train_batch_size", "per_device_eval_batch_size")
+        check_at_least(self, 1, "gradient_accumulation_steps", "logging_steps", "eval_steps", "save_steps")
         self.do_eval = self.do_eval or self.eval_strategy != "no"  # as in TrainingArguments
 
     def accelerator(self) -> Accelerator:
@@ -201,12 +229,48 @@ def parse_arguments(*dataclass_types: Any, argv: list[str] | None = None) -> tup
         recipe_file = Path(argv.pop(0))
         if not recipe_file.is_file():
             raise ValueError(f"There is no recipe file {recipe_file}")
-        recipe = json.loads(recipe_file.read_text(encoding="utf-8"))
-        known = {action.dest for action in parser._actions}
-        if unknown := sorted(set(recipe) - known):
-            raise ValueError(f"{recipe_file} sets {', '.join(unknown)}, which this script does not know; see --help")
-        parser.set_defaults(**recipe)
+        parser.set_defaults(**_read_recipe(recipe_file, parser, dataclass_types))
     return parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+
+
+def _read_recipe(recipe_file: Path, parser: HfArgumentParser, dataclass_types: Any) -> dict[str, Any]:
+    """The values of a recipe file, converted and checked as those of the flags are."""
+    try:
+        recipe = json.loads(recipe_file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{recipe_file} is not a JSON file: {error}") from error
+    if not isinstance(recipe, dict):
+        raise ValueError(f"{recipe_file} holds a {type(recipe).__name__}, but must hold one JSON object")
+    hints = {name: hint for kind in dataclass_types for name, hint in typing.get_type_hints(kind).items()}
+    actions = {action.dest: action for action in reversed(parser._actions) if action.dest in hints}
+    if unknown := sorted(set(recipe) - set(actions)):
+        raise ValueError(f"{recipe_file} sets {', '.join(unknown)}, which this script does not know; see --help")
+    for name, value in recipe.items():
+        action = actions[name]
+        try:
+            recipe[name] = _recipe_value(action, hints[name], value)
+        except (ArgumentTypeError, TypeError, ValueError) as error:
+            kind = "true or false" if isinstance(action.default, bool) else getattr(action.type, "__name__", "")
+            allowed = f"one of {', '.join(map(str, action.choices))}" if action.choices else kind
+            raise ValueError(f"{recipe_file} sets {name} to {json.dumps(value)}, but it must be {allowed}") from error
+    return recipe
+
+
+def _recipe_value(action: Any, hint: Any, value: Any) -> Any:
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    kinds = [typing.get_origin(kind) or kind for kind in (typing.get_args(hint) if union else (hint,))]
+    if isinstance(value, list) and action.nargs == "+":
+        return [_recipe_value(action, action.type, item) for item in value]
+    if value == action.default or (isinstance(value, dict | list | None) and type(value) in kinds):
+        return action.default if value is None else value
+    if isinstance(value, dict | list | None):
+        raise TypeError(type(value))
+    if isinstance(value, float) and value.is_integer() and action.type is int:
+        value = int(value)
+    converted = action.type(str(value))
+    if action.choices and converted not in action.choices:
+        raise ValueError(converted)
+    return converted
 
 
 def start_run(args: TrainingArguments | AccelerateArguments) -> str | None:
@@ -227,8 +291,9 @@ def start_run(args: TrainingArguments | AccelerateArguments) -> str | None:
     if not (args.do_train or args.do_eval or args.do_predict):
         raise ValueError("Nothing to do: pass --do_train, --do_eval or --do_predict")
     transformers.set_seed(args.seed)
-    checkpoint = args.resume_from_checkpoint if args.do_train else None
-    return prepare_output_dir(args.output_dir, args.overwrite_output_dir, checkpoint)
+    if not args.do_train:
+        return None
+    return prepare_output_dir(args.output_dir, args.overwrite_output_dir, args.resume_from_checkpoint)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -281,6 +346,9 @@ def load_data_files(cache_dir: str | None, streaming: bool = False, **files: str
     return loaded
 
 
+_VOCABULARY = r"tokenizer\.json|vocab.*|.*\.(model|vocab|tiktoken)"
+
+
 def checkpoint_problem(checkpoint: str | os.PathLike) -> str | None:
     """Says why a checkpoint cannot be resumed from, without loading it.
 
@@ -292,20 +360,45 @@ def checkpoint_problem(checkpoint: str | os.PathLike) -> str | None:
     """
     checkpoint = Path(checkpoint)
     try:
-        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-        for weights in checkpoint.glob("*.safetensors"):
-            with safe_open(weights, framework="pt"):  # compares the header with the length of the file
-                pass
+        files = {file.name: file for file in checkpoint.iterdir()}
+        objects = {
+            name: json.loads(files[name].read_text(encoding="utf-8")) for name in files if name.endswith(".json")
+        }
+        for name, file in files.items():
+            if name.endswith(".safetensors"):
+                with safe_open(file, framework="pt"):  # compares the header with the length of the file
+                    pass
     except (OSError, ValueError, SafetensorError) as error:
         return str(error)
+    if absent := sorted({"config.json", TRAINER_STATE_NAME} - set(objects)):
+        return f"no {', '.join(absent)}"
+    if not isinstance(objects[TRAINER_STATE_NAME], dict) or "global_step" not in objects[TRAINER_STATE_NAME]:
+        return f"no global_step in {TRAINER_STATE_NAME}"
     # What torch.save writes is a zip file, whose directory comes last.
-    broken = [file.name for file in checkpoint.glob("*.*") if file.suffix in {".pt", ".pth", ".bin", ".pkl"}]
-    broken = [name for name in broken if not zipfile.is_zipfile(checkpoint / name)]
-    if broken:
+    torch_files = [name for name in files if Path(name).suffix in {".pt", ".pth", ".bin", ".pkl"}]
+    if broken := sorted(name for name in torch_files if not zipfile.is_zipfile(files[name])):
         return f"{', '.join(broken)} cut short"
-    # Sharded formats keep the weights in folders of their own.
-    if not any(file.is_dir() or file.suffix in {".safetensors", ".bin"} for file in checkpoint.iterdir()):
+
+    def any_like(pattern: str) -> bool:
+        return any(re.fullmatch(pattern, name) for name in files)
+
+    for name, index in objects.items():
+        if name.endswith(".index.json"):
+            shards = dict(index).get("weight_map") or {name: "weight_map"}
+            if absent := sorted(set(shards.values()) - set(files)):
+                return f"no {', '.join(absent)}"
+    # Of FSDP and DeepSpeed; the folders of the latter have the optimizer in them.
+    folders = [name for name in files if re.match("pytorch_model|global_step", name) and files[name].is_dir()]
+    if not (folders or any_like(r"(model|pytorch_model\w*)\.(safetensors|bin)(\.index\.json)?")):
         return "no weights"
+    if any_like(r"tokenizer.*\.json") and not ("tokenizer_config.json" in files and any_like(_VOCABULARY)):
+        return "no complete tokenizer"
+    resumed = {"optimizer": "optimizer", "scheduler": "scheduler|custom_checkpoint", "random state": "rng|random"}
+    absent = [what for what, pattern in resumed.items() if not any_like(f"({pattern})[._].*")]
+    if len(absent) == len(resumed) and "training_args.bin" in files:
+        logger.warning("%s was saved with --save_only_model: training starts with a new optimizer", checkpoint)
+    elif absent and not any(re.fullmatch(r"pytorch_model|global_step\d+", name) for name in folders):
+        return f"no {', '.join(absent)}"
     return None
 
 
@@ -461,7 +554,13 @@ def plot_loss_curve(log_history: list[dict[str, float]], path: str | os.PathLike
     axes.set(xlabel="step", ylabel="loss")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=150, metadata={"Software": None})
+    path = Path(path)
+    temporary = path.with_name(f".tmp-{path.name}")
+    try:
+        figure.savefig(temporary, format="png", dpi=150, metadata={"Software": None})
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -478,8 +577,10 @@ def parse_overrides(overrides: dict | str | None) -> dict[str, Any]:
     Returns:
         The values by name.
     """
-    if not isinstance(overrides, str):
+    if overrides is None or isinstance(overrides, dict):
         return dict(overrides or {})
+    if not isinstance(overrides, str):
+        raise ValueError(f"--config_overrides is {overrides!r}, but must be name=value,... or a JSON object")
     parsed = {}
     for item in re.split(r",(?![^\[]*\])", overrides):  # not at the commas of a list
         name, equals, value = item.partition("=")
@@ -492,15 +593,32 @@ def parse_overrides(overrides: dict | str | None) -> dict[str, Any]:
     return parsed
 
 
-def check_overrides(config: transformers.PreTrainedConfig, overrides: dict[str, Any]) -> None:
-    """Refuses names that the config does not have.
+def check_overrides(
+    config: transformers.PreTrainedConfig, overrides: dict[str, Any], trained_weights: bool = True
+) -> None:
+    """Refuses names that the config does not have, and values that trained projections do not fit.
 
     Args:
         config: A config of the model.
         overrides: What the user wants to set.
+        trained_weights: Whether the model's weights will be loaded, rather than made anew.
     """
     if unknown := sorted(name for name in overrides if not hasattr(config, name)):
         raise ValueError(f"--config_overrides: {type(config).__name__} has no {', '.join(unknown)}")
+    if not trained_weights or config.model_type != LinformerConfig.model_type:
+        return
+    fixed = ["projected_length", "projection_type", "projection_sharing", "max_position_embeddings"]
+    pooling = {"mean_pooling", "max_pooling"}
+    if {config.projection_type, overrides.get("projection_type", config.projection_type)} <= pooling:
+        fixed = ["max_position_embeddings"]  # pooling has no weights
+    for name in fixed:
+        present, wanted = getattr(config, name), overrides.get(name)
+        lengths = config.projected_lengths if name == "projected_length" else None
+        if name in overrides and wanted != present and wanted != lengths and [wanted] * len(lengths or []) != lengths:
+            raise ValueError(
+                f"--config_overrides {name}={wanted}: the trained projections of the checkpoint have another shape, "
+                f"that of {name}={present}. Train a new model (--config_name), or convert one (convert_encoder)"
+            )
 
 
 def longest_input(model: PreTrainedModel) -> int | None:
@@ -536,7 +654,7 @@ def config_from_scratch(
     if ours:
         logger.info("%s has no %s: left out", config_class.__name__, ", ".join(ours))
         overrides = {name: value for name, value in overrides.items() if name not in ours}
-    check_overrides(default, overrides)
+    check_overrides(default, overrides, trained_weights=False)
     values = {
         "vocab_size": len(tokenizer),
         "pad_token_id": tokenizer.pad_token_id,
@@ -544,6 +662,8 @@ def config_from_scratch(
         "eos_token_id": tokenizer.eos_token_id,
         "max_position_embeddings": max_seq_length,
     }
+    if "token_type_ids" in tokenizer.model_input_names:
+        values["type_vocab_size"] = max(getattr(default, "type_vocab_size", 0), 2)
     values = {name: value for name, value in values.items() if hasattr(default, name)} | overrides
     projected_length = getattr(default, "projected_length", 0)
     if projected_length > max_seq_length and "projected_length" not in overrides:
@@ -556,7 +676,7 @@ def config_from_scratch(
     config = config_class(**values)
     if "max_position_embeddings" in values and "max_position_embeddings" not in overrides:
         with torch.device("meta"):  # no memory, no time: only to see how positions are counted
-            probe = transformers.AutoModelForMaskedLM.from_config(config_class(**{**values, "num_hidden_layers": 1}))
+            probe = transformers.AutoModelForMaskedLM.from_config(config_class(**values))
         config.max_position_embeddings += max_seq_length - (longest_input(probe) or max_seq_length)
     return config
 
@@ -734,7 +854,7 @@ class Trainer(transformers.Trainer):
             self.save_model(_internal_call=True)
             self.save_state()
         if self.is_world_process_zero():
-            write_results(self.args.output_dir, results, self.state.log_history)
+            write_results(self.args.output_dir, results, self.state.log_history if self.args.do_train else None)
         if self.args.push_to_hub:
             self.push_to_hub(**card)
         elif self.args.do_train:
@@ -756,16 +876,25 @@ class _RestoreRunningLoss(transformers.TrainerCallback):
             self.trainer._globalstep_last_logged = sums["last_logged"]
 
 
-def write_results(output_dir: str, results: dict[str, float], log_history: list[dict[str, float]]) -> None:
+def write_results(output_dir: str, results: dict[str, float], log_history: list[dict[str, float]] | None) -> None:
     """Writes `all_results.json` and the loss curve, and logs the figures.
 
     Args:
         output_dir: The folder of the run.
         results: The figures.
-        log_history: That of a `TrainerState`.
+        log_history: That of a `TrainerState`; None without training. The figures and the curve of a training that are
+            in the folder then stay.
     """
-    write_json(Path(output_dir, RESULTS_NAME), results)
-    plot_loss_curve(log_history, Path(output_dir, LOSS_CURVE_NAME))
+    file = Path(output_dir, RESULTS_NAME)
+    if log_history is None:
+        earlier = {}
+        with contextlib.suppress(OSError, ValueError):  # there is none, or it is broken
+            earlier = dict(json.loads(file.read_text(encoding="utf-8")))
+        kept = {"epoch": earlier["epoch"]} if "epoch" in earlier else {}  # of the training; an evaluation has none
+        write_json(file, earlier | results | kept)
+    else:
+        write_json(file, results)
+        plot_loss_curve(log_history, Path(output_dir, LOSS_CURVE_NAME))
     for name, value in sorted(results.items()):
         logger.info("  %s = %s", name, f"{value:.4f}" if isinstance(value, float) else value)
 
@@ -1015,7 +1144,7 @@ class AccelerateRun:
         if self.accelerator.is_main_process:
             if args.do_train:
                 write_json(Path(args.output_dir, TRAINER_STATE_NAME), self.state)
-            write_results(args.output_dir, results, self.state["log_history"])
+            write_results(args.output_dir, results, self.state["log_history"] if args.do_train else None)
             if args.push_to_hub:
                 api = HfApi(token=args.hub_token)
                 repo_id = api.create_repo(args.hub_model_id or Path(args.output_dir).name, exist_ok=True).repo_id
