@@ -97,6 +97,8 @@ class MatrixProjection(Projection):
             shape = (config.num_attention_heads, *shape)
         if config.projection_type == "random":
             self.register_buffer("weight", torch.empty(shape))
+            if not self.weight.is_meta:
+                self.weight.copy_(self.random_matrix())
         else:
             self.weight = nn.Parameter(torch.empty(shape))
 
