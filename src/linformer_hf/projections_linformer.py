@@ -88,6 +88,8 @@ class MatrixProjection(Projection):
         role: 0 for keys, or keys and values; 1 for values. With the layer, it sets the random matrix.
     """
 
+    weight: torch.Tensor
+
     def __init__(self, config: LinformerConfig, projected_length: int, layer_idx: int, role: int):
         super().__init__()
         self.config = config
