@@ -71,7 +71,8 @@ class LinformerConfig(PreTrainedConfig):
             set.
         tie_word_embeddings (`bool`, defaults to `True`): Whether the masked-LM head uses the word embeddings.
         projected_length (`int` or `list[int]`, defaults to 256): Number of positions k that keys and values are
-            projected to, from 1 to `max_position_embeddings`; a list holds one value per layer.
+            projected to, from 1 to `max_position_embeddings`, or 0 (none) in layers with a local window; a list holds
+            one value per layer.
         projection_type (`str`, defaults to `"linear"`): `"linear"` learns a k×n matrix, `"random"` keeps a fixed
             Johnson-Lindenstrauss matrix, `"convolution"` learns a depthwise convolution, `"mean_pooling"` and
             `"max_pooling"` pool windows and have no weights.
@@ -82,6 +83,13 @@ class LinformerConfig(PreTrainedConfig):
             over n/k tokens plus noise of standard deviation 0.002, or `"normal"`, N(0, `initializer_range`²).
         freeze_projections (`bool`, defaults to `False`): Whether the projections are left out of training.
         projection_seed (`int`, defaults to 0): Seed of the `"random"` projections.
+        local_attention_window (`int` or `list[int]`, defaults to 0): Size w of the blocks of exact local attention:
+            in the same softmax as the projected positions, a token sees its own block of w tokens and both neighbours.
+            Inputs of up to 2w tokens get full attention. A list holds one value per layer; 0 is the paper's Linformer.
+        num_global_tokens (`int`, defaults to 0): Number g of tokens, from the first, that in layers with a local
+            window all tokens see and that see all tokens.
+        dual_layer_norm (`bool`, defaults to `False`): Whether in layers with a local window projected and exact keys
+            and values get a layer normalization each (https://arxiv.org/abs/2107.02192, section 3.3).
         norm_first (`bool`, defaults to `False`): Whether layer normalization comes before attention and feed-forward
             (pre-LayerNorm), with a final one after the last layer.
 
@@ -136,19 +144,29 @@ class LinformerConfig(PreTrainedConfig):
     projection_initializer: Literal["mean_pooling", "normal"] = "mean_pooling"
     freeze_projections: bool = False
     projection_seed: int = 0
+    local_attention_window: int | list[int] = 0
+    num_global_tokens: int = 0
+    dual_layer_norm: bool = False
     norm_first: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        if self.projection_sharing == "none":  # each head's projection would have to lie with its head
+        # each head's projection would have to lie with its head, and normalization needs all heads
+        if self.projection_sharing == "none" or self.dual_layer_norm:
             self.base_model_tp_plan = None  # type: ignore[misc]
 
     @property
     def projected_lengths(self) -> list[int]:
         """The projected length of each layer."""
-        if isinstance(self.projected_length, int):
-            return [self.projected_length] * self.num_hidden_layers
-        return list(self.projected_length)
+        return self._of_each_layer(self.projected_length)
+
+    @property
+    def local_attention_windows(self) -> list[int]:
+        """The local window of each layer."""
+        return self._of_each_layer(self.local_attention_window)
+
+    def _of_each_layer(self, value: int | list[int]) -> list[int]:
+        return [value] * self.num_hidden_layers if isinstance(value, int) else list(value)
 
     def validate_architecture(self) -> None:
         """Refuses fields that do not go together.
@@ -185,17 +203,33 @@ class LinformerConfig(PreTrainedConfig):
         self._validate_projections()
 
     def _validate_projections(self) -> None:
-        n, k = self.max_position_embeddings, self.projected_length
-        if isinstance(k, list) and len(k) != self.num_hidden_layers:
-            raise ValueError(
-                f"`projected_length` is {k}, a list of {len(k)}, but must be one int or a list of "
-                f"`num_hidden_layers` = {self.num_hidden_layers} ints"
-            )
-        for length in self.projected_lengths:
-            if not 1 <= length <= n:
+        n, k, windows = self.max_position_embeddings, self.projected_length, self.local_attention_window
+        for name in ("projected_length", "local_attention_window"):
+            value = getattr(self, name)
+            if isinstance(value, list) and len(value) != self.num_hidden_layers:
                 raise ValueError(
-                    f"`projected_length` is {k}, but must be from 1 to `max_position_embeddings`, which is {n}: lower "
-                    "`projected_length` or raise `max_position_embeddings`"
+                    f"`{name}` is {value}, a list of {len(value)}, but must be one int or a list of "
+                    f"`num_hidden_layers` = {self.num_hidden_layers} ints"
+                )
+        if min(self.local_attention_windows) < 0:
+            raise ValueError(f"`local_attention_window` is {windows}, but must be at least 0")
+        for length, window in zip(self.projected_lengths, self.local_attention_windows, strict=True):
+            if not (0 if window else 1) <= length <= n:
+                raise ValueError(
+                    f"`projected_length` is {k}, but must be from 1 (0 in layers with a `local_attention_window`) to "
+                    f"`max_position_embeddings`, which is {n}: change `projected_length`, raise "
+                    "`max_position_embeddings` or set a window"
+                )
+        if not 0 <= self.num_global_tokens <= n:
+            raise ValueError(
+                f"`num_global_tokens` is {self.num_global_tokens}, but must be from 0 to `max_position_embeddings`, "
+                f"which is {n}"
+            )
+        for name in ("num_global_tokens", "dual_layer_norm"):
+            if getattr(self, name) and not any(self.local_attention_windows):
+                raise ValueError(
+                    f"`{name}` is {getattr(self, name)}, but acts only in layers with a local window: set "
+                    f"`local_attention_window`, which is {windows}"
                 )
         if self.projection_sharing == "layerwise" and len(set(self.projected_lengths)) > 1:
             raise ValueError(

@@ -18,7 +18,7 @@ with b batch, n tokens, k projected positions, h heads, d head size, c hidden si
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -45,9 +45,9 @@ from .projections_linformer import PROJECTIONS, Padding, Projection
 # Arguments of batches that hold several sequences in one row, as padding-free collators make them.
 PACKED_SEQUENCE_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
-# Tokens that the feed-forward takes at once in inference on a CPU: what is between its two halves stays in the cache,
-# and (b, n, intermediate_size) never exists.
-FEED_FORWARD_CHUNK = 2048
+# Tokens that the feed-forward, and attention with a local window, take at once in inference on a CPU: what is made on
+# the way stays in the cache, and (b, n, intermediate_size) never exists.
+CHUNK = 2048
 
 
 class LinformerEmbeddings(nn.Module):
@@ -90,6 +90,76 @@ class LinformerEmbeddings(nn.Module):
         return self.dropout(self.LayerNorm(embeddings))
 
 
+def tokens_at_once(states: torch.Tensor) -> int:
+    """How many of the tokens of (b, n, c) are taken at once: `CHUNK` or all."""
+    whole = torch.is_grad_enabled() or states.device.type != "cpu" or is_tracing(states)
+    return states.shape[:2].numel() if whole else CHUNK
+
+
+def mask_bias(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to scores: 0 where `visible`, else the lowest number of `dtype`."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, torch.finfo(dtype).min)
+
+
+class Blocks(NamedTuple):
+    """How local attention cuts n tokens in blocks, and which tokens the queries of a block see exactly.
+
+    Attributes:
+        size: Tokens of a block.
+        reach: Number of neighbours that a block sees on each side.
+        num_blocks: Number of blocks.
+        num_global: Number of global tokens, from the first, that all blocks see.
+    """
+
+    size: int
+    reach: int
+    num_blocks: int
+    num_global: int
+
+    @classmethod
+    def cut(cls, length: int, window: int, num_global_tokens: int) -> "Blocks":
+        """Blocks of `window` tokens; one of all tokens where each would see all of them."""
+        num_global = min(num_global_tokens, length)
+        if length <= 2 * window and not torch.compiler.is_exporting():  # an exported graph is the same for all lengths
+            return cls(length, 0, 1, num_global)
+        return cls(window, 1, -(-length // window), num_global)
+
+    def windows(self, device: torch.device) -> torch.Tensor:
+        """(blocks, 2), the first token and the end of a block with its neighbours; not all of them need exist."""
+        starts = torch.arange(self.num_blocks, device=device)[:, None] * self.size
+        return torch.cat([starts - self.reach * self.size, starts + (1 + self.reach) * self.size], dim=1)
+
+    def seen(self, device: torch.device) -> torch.Tensor:
+        """(blocks, 2, 2), first tokens and ends of what a block sees: the global tokens, and the others."""
+        others = self.windows(device).clamp(min=self.num_global)
+        global_tokens = torch.zeros_like(others)
+        global_tokens[:, 1] = self.num_global
+        return torch.stack([global_tokens, others], dim=1)
+
+    def bias(self, tokens: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
+        """What is added to the scores of the keys of `join` but the last, (1 or b, blocks, 1, keys), for (b, n, c)."""
+        starts = self.windows(tokens.device)[:, :1]
+        near = starts + torch.arange((1 + 2 * self.reach) * self.size, device=tokens.device)
+        first = torch.arange(self.num_global, device=tokens.device)
+        ends: Any = tokens.shape[1]
+        if lengths is not None:  # blocks behind a row's last token see their own first: no softmax is over nothing
+            ends = lengths[..., None].maximum(starts + self.reach * self.size + 1)
+        visible = torch.cat([(near >= 0) & (near < ends), (first < starts) & (first < ends)], dim=-1)
+        return mask_bias(visible, tokens.dtype).view(-1, self.num_blocks, 1, visible.shape[-1])
+
+    def fold(self, states: torch.Tensor, margin: int = 0) -> torch.Tensor:
+        """(b, margin + blocks + margin, size, c) of (b, n, c), filled up with zeros."""
+        before = margin * self.size
+        after = (self.num_blocks + margin) * self.size - states.shape[1]
+        return nn.functional.pad(states, (0, 0, before, after)).unflatten(1, (-1, self.size))
+
+    def join(self, part: slice, around: torch.Tensor, everywhere: list[torch.Tensor]) -> torch.Tensor:
+        """What the blocks of `part` see, (b, blocks, keys, c): of `fold` with a margin, and what all blocks see."""
+        near = [around[:, part.start + shift : part.stop + shift] for shift in range(1 + 2 * self.reach)]
+        far = [states[:, None].expand(-1, part.stop - part.start, -1, -1) for states in everywhere]
+        return torch.cat([*near, *far], dim=2)
+
+
 def eager_attention_forward(
     module: nn.Module,
     query: torch.Tensor,
@@ -117,11 +187,17 @@ def build_projection(config: LinformerConfig, layer_idx: int, role: int = 0) -> 
 
 
 class LinformerSelfAttention(nn.Module):
-    """Attention of n queries over k projected keys and values (equation 7 of the paper)."""
+    """Attention of n queries over k projected keys and values (equation 7 of the paper).
+
+    With a local window, tokens are cut in blocks of w, and in one softmax a query attends to the tokens of its own
+    block and of both neighbours, to the first tokens of the input (global tokens), and to the projected positions as
+    far as they are made of other tokens. The queries of global tokens attend to all tokens.
+    """
 
     def __init__(self, config: LinformerConfig, layer_idx: int):
         super().__init__()
         self.config = config
+        self.window = config.local_attention_windows[layer_idx]
         self.head_size = config.hidden_size // config.num_attention_heads
         self.scaling = self.head_size**-0.5
         self.attention_dropout = config.attention_probs_dropout_prob
@@ -134,31 +210,15 @@ class LinformerSelfAttention(nn.Module):
         has_weights = config.projection_type not in ("mean_pooling", "max_pooling")
         self.per_head = has_weights and config.projection_sharing == "none"
         separate = has_weights and config.projection_sharing in ("none", "headwise")
+        self.projects = projects = config.projected_lengths[layer_idx] > 0
         layerwise = config.projection_sharing == "layerwise"
-        self.key_projection = None if layerwise else build_projection(config, layer_idx, role=0)
-        self.value_projection = build_projection(config, layer_idx, role=1) if separate else None
-
-    def project(
-        self, hidden_states: torch.Tensor, padding: Padding | None, shared_projection: Callable | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Keys and values (b, k, c) of hidden states (b, n, c), and what is added to the scores, if anything."""
-        owned = (self.key_projection, self.value_projection, shared_projection)
-        projections = [projection for projection in owned if projection is not None]
-        key_projection, value_projection = projections[0], projections[-1]
-        if self.per_head:
-            # W comes first, or each head would project all c channels. The bias stays behind the projection, and comes
-            # from the layer, since offloading, sharding and adapters change what is in `self.key.bias`
-            zeros = hidden_states.new_zeros(1, hidden_states.shape[-1])
-            key_bias, value_bias = self.key(zeros), self.value(zeros)
-            keys, slot_bias = key_projection(self.key(hidden_states) - key_bias, padding)
-            values, _ = value_projection(self.value(hidden_states) - value_bias, padding)
-            return keys + key_bias, values + value_bias, slot_bias
-        # E(XW)+b = (EX)W+b, and so k rows instead of n go through W
-        projected, slot_bias = key_projection(hidden_states, padding)
-        keys = self.key(projected)
-        if value_projection is not key_projection:
-            projected, _ = value_projection(hidden_states, padding)
-        return keys, self.value(projected), slot_bias
+        self.key_projection = build_projection(config, layer_idx, role=0) if projects and not layerwise else None
+        self.value_projection = build_projection(config, layer_idx, role=1) if projects and separate else None
+        dual = config.dual_layer_norm and self.window > 0
+        self.local_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if dual else nn.Identity()
+        self.projected_norm = (
+            nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if dual and projects else nn.Identity()
+        )
 
     def forward(
         self,
@@ -167,32 +227,135 @@ class LinformerSelfAttention(nn.Module):
         shared_projection: Callable | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Gives (b, n, c) and, with eager attention, the probabilities (b, h, n, k)."""
-        query = self.split_heads(self.query(hidden_states))
-        key, value, slot_bias = self.project(hidden_states, padding, shared_projection)
+        """Gives (b, n, c) and, with eager attention, the probabilities.
+
+        They are (b, h, n, k). With a local window they are (b, h, n, 3w + g + k), over the three blocks of tokens
+        around each query, the global tokens and the projected positions, and 0 in the rows of global tokens, which
+        attend to all n. Inputs of n <= 2w tokens are one block without neighbours: (b, h, n, n + g + k).
+        """
+        tokens, lengths = hidden_states, None
+        if padding is not None:
+            tokens, lengths = padding.gather(hidden_states), padding.lengths
+        exact = [self.key(tokens), self.value(tokens)] if self.window or self.per_head else []
+        if self.window:
+            output, probabilities = self.attend_locally(tokens, lengths, shared_projection, exact, **kwargs)
+            if padding is not None:
+                output = padding.scatter(output)
+                if probabilities is not None:
+                    probabilities = padding.scatter(probabilities.transpose(1, 2)).transpose(1, 2)
+            return output, probabilities
+        key, value, slot_bias = self.project(tokens, lengths, shared_projection, exact)
+        return self.attend(self.query(hidden_states), key, value, slot_bias, **kwargs)
+
+    def project(
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor | None,
+        shared_projection: Callable | None,
+        exact: list[torch.Tensor],
+        seen: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Keys and values (b, k, c) of the projected tokens, and what is added to their scores, if anything.
+
+        `tokens` (b, n, c), `lengths` and `seen` are as `Projection.forward` takes them; `exact` are the tokens' own
+        keys and values, (b, n, c), where they are needed.
+        """
+        owned = (self.key_projection, self.value_projection, shared_projection)
+        projections = [projection for projection in owned if projection is not None]
+        key_projection, value_projection = projections[0], projections[-1]
+        if self.per_head:
+            # W comes first, or each head would project all c channels. The bias stays behind the projection, and comes
+            # from the layer, since offloading, sharding and adapters change what is in `self.key.bias`
+            zeros = tokens.new_zeros(1, tokens.shape[-1])
+            key_bias, value_bias = self.key(zeros), self.value(zeros)
+            keys, slot_bias = key_projection(exact[0] - key_bias, lengths, seen)
+            values, _ = value_projection(exact[1] - value_bias, lengths, seen)
+            return keys + key_bias, values + value_bias, slot_bias
+        # E(XW)+b = (EX)W+b, and so k rows instead of n go through W
+        projected, slot_bias = key_projection(tokens, lengths, seen)
+        keys = self.key(projected)
+        if value_projection is not key_projection:
+            projected, _ = value_projection(tokens, lengths, seen)
+        return keys, self.value(projected), slot_bias
+
+    def attend_locally(
+        self,
+        tokens: torch.Tensor,
+        lengths: torch.Tensor | None,
+        shared_projection: Callable | None,
+        exact: list[torch.Tensor],
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `forward`, for tokens (b, n, c) of which the real ones come first. The blocks are folded in the batch."""
+        batch_size, length, _ = tokens.shape
+        blocks = Blocks.cut(length, self.window, self.config.num_global_tokens)
+        bias = blocks.bias(tokens, lengths)
+        query, (keys, values) = self.query(tokens), (self.local_norm(states) for states in exact)
+        # what all blocks see
+        everywhere = [[states[:, : blocks.num_global]] for states in (keys, values)]
+        if self.projects:
+            seen = blocks.seen(tokens.device)
+            slot_bias: Any
+            *slots, slot_bias = self.project(tokens, lengths, shared_projection, exact, seen)
+            for states, projected in zip(everywhere, slots, strict=True):
+                states.append(self.projected_norm(projected))
+            bias = torch.cat([bias.expand(len(slot_bias), -1, -1, -1), slot_bias], dim=-1)
+
+        queries, around = blocks.fold(query), [blocks.fold(states, margin=blocks.reach) for states in (keys, values)]
+        outputs, probabilities = [], []
+        step = -(-tokens_at_once(tokens) // (batch_size * blocks.size))
+        for start in range(0, blocks.num_blocks, step):
+            part = slice(start, min(start + step, blocks.num_blocks))
+            key, value = (blocks.join(part, *states).flatten(0, 1) for states in zip(around, everywhere, strict=True))
+            part_bias = bias[:, part].expand(batch_size, -1, -1, -1).flatten(0, 1)[:, None]
+            output, weights = self.attend(queries[:, part].flatten(0, 1), key, value, part_bias, **kwargs)
+            outputs.append(output.view(batch_size, -1, output.shape[-1]))
+            if weights is not None:
+                probabilities.append(weights.unflatten(0, (batch_size, -1)).transpose(1, 2).flatten(2, 3))
+        output = torch.cat(outputs, dim=1)[:, :length]
+        weights = torch.cat(probabilities, dim=2)[:, :, :length] if probabilities else None
+        if blocks.num_global and blocks.reach:
+            first = slice(blocks.num_global)
+            row_bias = None
+            if lengths is not None:
+                columns = torch.arange(length, device=tokens.device)
+                row_bias = mask_bias(columns < lengths.clamp(min=1), tokens.dtype)[:, None, None]
+            output[:, first], _ = self.attend(query[:, first], keys, values, row_bias, **kwargs)
+            if weights is not None:
+                weights[:, :, first] = 0.0
+        return output, weights
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        bias: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention of (b, n, c) to (b, k, c) with `bias` (b, 1, 1, k) added to the scores; as `forward`."""
         attention_interface: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
-        if slot_bias is not None:
+        if bias is not None:
             # on CPUs, flex attention ends the process where a bias is added
             flex = attention_interface is ALL_ATTENTION_FUNCTIONS["flex_attention"]
-            if is_flash_attention_requested(self.config) or (flex and query.device.type == "cpu"):
+            if is_flash_attention_requested(self.config) or (flex and (self.window or query.device.type == "cpu")):
                 raise ValueError(
                     f"`attn_implementation` is {self.config._attn_implementation!r}, which cannot add a bias to the "
-                    f"scores here as `projection_type={self.config.projection_type!r}` needs: use 'sdpa'"
+                    f"scores here as `projection_type={self.config.projection_type!r}` or a local window needs: use "
+                    "'sdpa'"
                 )
-            slot_bias = slot_bias.to(query.dtype).expand(-1, -1, query.shape[2], -1)
-        attention_output, attention_weights = attention_interface(
+            bias = bias.to(query.dtype).expand(-1, -1, query.shape[1], -1)
+        output, probabilities = attention_interface(
             self,
-            query,
-            self.split_heads(key),
-            self.split_heads(value),
-            slot_bias,
+            *(self.split_heads(states) for states in (query, key, value)),
+            bias,
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             **kwargs,
         )
-        return attention_output.flatten(2), attention_weights
+        return output.flatten(2), probabilities
 
     def split_heads(self, states: torch.Tensor) -> torch.Tensor:
         """A view (b, h, n, d) of (b, n, c)."""
@@ -264,11 +427,10 @@ class LinformerLayer(GradientCheckpointingLayer):
     ) -> torch.Tensor:
         """Gives (b, n, c)."""
         hidden_states = self.attention(hidden_states, padding=padding, shared_projection=shared_projection, **kwargs)
-        if torch.is_grad_enabled() or hidden_states.device.type != "cpu" or is_tracing(hidden_states):
+        at_once = tokens_at_once(hidden_states)
+        if hidden_states.shape[:2].numel() <= at_once:
             return self.feed_forward(hidden_states)
-        if hidden_states.shape[:2].numel() <= FEED_FORWARD_CHUNK:
-            return self.feed_forward(hidden_states)
-        chunks = hidden_states.flatten(0, 1).split(FEED_FORWARD_CHUNK)
+        chunks = hidden_states.flatten(0, 1).split(at_once)
         return torch.cat([self.feed_forward(chunk) for chunk in chunks]).view(hidden_states.shape)
 
     def feed_forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -281,7 +443,8 @@ class LinformerEncoder(nn.Module):
 
     def __init__(self, config: LinformerConfig):
         super().__init__()
-        self.shared_projection = build_projection(config, -1) if config.projection_sharing == "layerwise" else None
+        layerwise = config.projection_sharing == "layerwise" and config.projected_lengths[-1] > 0
+        self.shared_projection = build_projection(config, -1) if layerwise else None
         self.layer = nn.ModuleList(LinformerLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers))
         self.LayerNorm = (
             nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if config.norm_first else nn.Identity()

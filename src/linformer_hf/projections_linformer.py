@@ -30,11 +30,13 @@ class Padding(NamedTuple):
 
     Attributes:
         order: (b, n), the column of the j-th real token at j; behind a row's real tokens, those of its padding.
+        place: (b, n), the inverse: where `order` has each column.
         real: (b, n), whether the row has a j-th real token.
         lengths: (b, 1), number of real tokens.
     """
 
     order: torch.Tensor
+    place: torch.Tensor
     real: torch.Tensor
     lengths: torch.Tensor
 
@@ -44,36 +46,63 @@ class Padding(NamedTuple):
         mask = mask.bool()
         lengths = mask.sum(dim=1, keepdim=True)
         columns = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
-        # where each column's token goes: real tokens first, both kinds in their order; `order` is the inverse of that
+        # real tokens first, both kinds in their order
         place = torch.where(mask, mask.cumsum(dim=1), lengths + (~mask).cumsum(dim=1)) - 1
-        return cls(torch.zeros_like(place).scatter(1, place, columns), columns < lengths, lengths)
+        return cls(torch.zeros_like(place).scatter(1, place, columns), place, columns < lengths, lengths)
 
-    def gather(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def gather(self, states: torch.Tensor) -> torch.Tensor:
         """Moves the real tokens of (b, n, c) to the front of their rows, in order, and zeros behind them."""
-        index = self.order[..., None].expand(hidden_states.shape)
+        index = self.order[..., None].expand(states.shape)
         # `where` and not a product: the padding may hold NaN or inf
-        return torch.where(self.real[..., None], hidden_states.gather(1, index), 0.0)
+        return torch.where(self.real[..., None], states.gather(1, index), 0.0)
+
+    def scatter(self, states: torch.Tensor) -> torch.Tensor:
+        """Moves the tokens of (b, n, ...) back to where `gather` took them from."""
+        index = self.place.view(*self.place.shape, *[1] * (states.dim() - 2))
+        return states.gather(1, index.expand(states.shape))
 
 
 class Projection(nn.Module):
-    """What all projections have in common: `forward` takes a sequence and where its real tokens are."""
+    """What all projections have in common: `forward` takes sequences whose real tokens come first."""
 
     def reset_parameters(self) -> None:
         """Fills the weights, but for values that come from a checkpoint."""
 
     def forward(
-        self, sequence: torch.Tensor, padding: Padding | None = None
+        self, sequence: torch.Tensor, lengths: torch.Tensor | None = None, seen: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Projects a sequence.
+        """Projects sequences.
 
         Args:
-            sequence: (b, n, c).
-            padding: Where the real tokens are; `None` if all are.
+            sequence: (b, n, c), the real tokens in front, zeros behind them.
+            lengths: (b, 1), number of real tokens; `None` if all are.
+            seen: (blocks, ranges, 2), first token and end of the ranges, which do not overlap, that a block of queries
+                attends to beside the projected positions; `None` if there are none.
 
         Returns:
-            (b, k', c) with k' at most k, and what is to be added to the attention scores, (b, 1, 1, k'), or `None`.
+            (b, k', c) with k' at most k, and what is to be added to the attention scores, or `None`. It is
+            (b, 1, 1, k'), or (1 or b, blocks, 1, k') where `seen` is given.
         """
         raise NotImplementedError
+
+    def slot_bias(self, num_tokens: torch.Tensor) -> torch.Tensor:
+        """What is added to the scores of positions that stand for so many tokens: nothing, weights say what counts."""
+        return torch.zeros_like(num_tokens)
+
+    def mask(
+        self, starts: torch.Tensor, ends: torch.Tensor, seen: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The bias (b, 1 or blocks, 1, k') of projected positions made of the tokens from `starts` to `ends` (b, k').
+
+        Tokens that a query sees anyway do not count a second time; a position of which nothing is left is masked.
+        """
+        counts = (ends - starts)[:, None]
+        if seen is not None:
+            first, end = seen[..., None].unbind(2)  # (blocks, ranges, 1)
+            overlap = ends[:, None, None].minimum(end) - starts[:, None, None].maximum(first)
+            counts = counts - overlap.clamp(min=0).sum(dim=2)
+        bias = self.slot_bias(counts.to(torch.promote_types(dtype, torch.float32))).to(dtype)
+        return bias.masked_fill(counts <= 0, torch.finfo(dtype).min)[:, :, None]
 
 
 class MatrixProjection(Projection):
@@ -119,11 +148,12 @@ class MatrixProjection(Projection):
         return matrix * self.weight.shape[-2] ** -0.5
 
     def forward(
-        self, sequence: torch.Tensor, padding: Padding | None = None
+        self, sequence: torch.Tensor, lengths: torch.Tensor | None = None, seen: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Multiplies; with a matrix for each head, their channels lie side by side, h·d = c. No position is masked."""
-        if padding is not None:
-            sequence = padding.gather(sequence)
+        """Multiplies; with a matrix for each head, their channels lie side by side, h·d = c.
+
+        Each projected position is made of all tokens, and masked only for blocks that see all of them.
+        """
         batch_size, length, channels = sequence.shape
         if torch.compiler.is_exporting():  # an exported slice would not take the longest input
             weight = self.weight[..., torch.arange(length, device=sequence.device)]
@@ -134,7 +164,11 @@ class MatrixProjection(Projection):
         else:
             heads = sequence.view(batch_size, length, weight.shape[0], -1)
             projected = torch.einsum("hkn,bnhd->bkhd", weight, heads).reshape(batch_size, -1, channels)
-        return projected, None
+        if seen is None:
+            return projected, None
+        ends = torch.full((1, 1), length, device=sequence.device) if lengths is None else lengths
+        bias = self.mask(torch.zeros_like(ends), ends, seen, sequence.dtype)
+        return projected, bias.expand(-1, -1, -1, projected.shape[1])
 
 
 class WindowProjection(Projection):
@@ -167,46 +201,46 @@ class WindowProjection(Projection):
         # the p-th of r tokens falls in window floor(p·k/r), so window s starts at token ceil(s·r/k)
         return (edges * lengths + windows - 1) // windows
 
-    def slot_bias(self, window_lengths: torch.Tensor) -> torch.Tensor:
-        """What is added to the scores of windows of so many tokens: a window stands for all of its tokens."""
-        return window_lengths.clamp(min=1).log()
-
     def reduce(self, windows: torch.Tensor, inside: torch.Tensor | None) -> torch.Tensor:
         """Makes (b, k, c) of windows (b, k, w, c); `inside` (b, k, w, 1) is False where there is no token."""
         raise NotImplementedError
 
     def forward(
-        self, sequence: torch.Tensor, padding: Padding | None = None
+        self, sequence: torch.Tensor, lengths: torch.Tensor | None = None, seen: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Reduces the windows; k' is the number of windows that the longest row has."""
         batch_size, length, channels = sequence.shape
         num_windows, widest = self.num_windows(length), self.widest(length)
         if torch.compiler.is_exporting():  # one graph for all lengths: as many and as wide as windows get, and masked
             num_windows, widest = self.num_windows(self.longest), self.widest(self.longest)
-        shape = (batch_size, num_windows, widest)
-        if padding is None and not torch.compiler.is_exporting() and num_windows * widest == length:
-            return self.reduce(sequence.view(*shape, channels), None), None
+        even = lengths is None and not torch.compiler.is_exporting() and num_windows * widest == length
+        if even and seen is None:
+            return self.reduce(sequence.view(batch_size, num_windows, widest, channels), None), None
 
-        if padding is None:
-            lengths = torch.full((batch_size, 1), length, device=sequence.device)
-        else:
-            lengths = padding.lengths.clamp(min=1)  # a row without tokens keeps one position: its scores stay finite
+        if lengths is None:
+            lengths = torch.full((1, 1), length, device=sequence.device)
+        lengths = lengths.clamp(min=1)  # a row without tokens keeps one position: its scores stay finite
         edges = self.window_edges(lengths, num_windows).minimum(lengths)
         starts, ends = edges[:, :-1], edges[:, 1:]
+        bias = self.mask(starts, ends, seen, sequence.dtype)  # also masks windows that a row does not have
+        if even:
+            return self.reduce(sequence.view(batch_size, num_windows, widest, channels), None), bias
         tokens = starts[..., None] + torch.arange(widest, device=sequence.device)  # (b, k', w)
         inside = tokens < ends[..., None]
-        columns = tokens.clamp(max=length - 1).flatten(1)
-        if padding is not None:
-            inside = inside & padding.real.gather(1, columns).view(shape)
-            columns = padding.order.gather(1, columns)
-        windows = sequence.gather(1, columns[..., None].expand(-1, -1, channels)).view(*shape, channels)
-        precise = torch.promote_types(sequence.dtype, torch.float32)
-        bias = self.slot_bias((ends - starts).to(precise)).to(sequence.dtype)
-        bias = bias.masked_fill(starts == ends, torch.finfo(bias.dtype).min)  # windows that a row does not have
-        return self.reduce(windows, inside[..., None]), bias[:, None, None]
+        columns = tokens.clamp(max=length - 1).flatten(1)[..., None].expand(batch_size, -1, channels)
+        windows = sequence.gather(1, columns).view(batch_size, num_windows, widest, channels)
+        return self.reduce(windows, inside[..., None]), bias
 
 
-class MeanPoolingProjection(WindowProjection):
+class PoolingProjection(WindowProjection):
+    """Windows without weights, which stand for all of their tokens: the scores get the logarithm of their number."""
+
+    def slot_bias(self, num_tokens: torch.Tensor) -> torch.Tensor:
+        """The logarithm of the number of tokens."""
+        return num_tokens.clamp(min=1).log()
+
+
+class MeanPoolingProjection(PoolingProjection):
     """The mean of each window; with windows of one token, attention is full attention."""
 
     def reduce(self, windows: torch.Tensor, inside: torch.Tensor | None) -> torch.Tensor:
@@ -218,7 +252,7 @@ class MeanPoolingProjection(WindowProjection):
         return (total / inside.sum(dim=2).clamp(min=1)).to(windows.dtype)
 
 
-class MaxPoolingProjection(WindowProjection):
+class MaxPoolingProjection(PoolingProjection):
     """The largest value of each channel in each window."""
 
     def reduce(self, windows: torch.Tensor, inside: torch.Tensor | None) -> torch.Tensor:
@@ -257,10 +291,6 @@ class ConvolutionProjection(WindowProjection):
     def window_edges(self, lengths: torch.Tensor, num_windows: int) -> torch.Tensor:
         """First tokens of the windows, and the end of the last one: (1, num_windows + 1)."""
         return torch.arange(num_windows + 1, device=lengths.device)[None] * self.stride
-
-    def slot_bias(self, window_lengths: torch.Tensor) -> torch.Tensor:
-        """Nothing: the weights say how much a window counts."""
-        return torch.zeros_like(window_lengths)
 
     def reduce(self, windows: torch.Tensor, inside: torch.Tensor | None) -> torch.Tensor:
         """Makes (b, k, c) of windows (b, k, w, c)."""
