@@ -90,10 +90,10 @@ class LinformerEmbeddings(nn.Module):
         return self.dropout(self.LayerNorm(embeddings))
 
 
-def tokens_at_once(states: torch.Tensor) -> int:
-    """How many of the tokens of (b, n, c) are taken at once: `CHUNK` or all."""
+def in_chunks(states: torch.Tensor) -> bool:
+    """Whether the tokens of (b, n, c) are to be taken `CHUNK` at a time."""
     whole = torch.is_grad_enabled() or states.device.type != "cpu" or is_tracing(states)
-    return states.shape[:2].numel() if whole else CHUNK
+    return not whole and states.shape[:2].numel() > CHUNK
 
 
 def mask_bias(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -119,10 +119,14 @@ class Blocks(NamedTuple):
     @classmethod
     def cut(cls, length: int, window: int, num_global_tokens: int) -> "Blocks":
         """Blocks of `window` tokens; one of all tokens where each would see all of them."""
+        if (
+            torch.compiler.is_exporting()
+        ):  # one graph for all lengths, of at least two blocks, since 1 is special to it
+            return cls(window, 1, (length + 2 * window - 1) // window, num_global_tokens)
         num_global = min(num_global_tokens, length)
-        if length <= 2 * window and not torch.compiler.is_exporting():  # an exported graph is the same for all lengths
+        if length <= 2 * window:
             return cls(length, 0, 1, num_global)
-        return cls(window, 1, -(-length // window), num_global)
+        return cls(window, 1, (length + window - 1) // window, num_global)
 
     def windows(self, device: torch.device) -> torch.Tensor:
         """(blocks, 2), the first token and the end of a block with its neighbours; not all of them need exist."""
@@ -138,26 +142,29 @@ class Blocks(NamedTuple):
 
     def bias(self, tokens: torch.Tensor, lengths: torch.Tensor | None) -> torch.Tensor:
         """What is added to the scores of the keys of `join` but the last, (1 or b, blocks, 1, keys), for (b, n, c)."""
-        starts = self.windows(tokens.device)[:, :1]
+        starts = self.windows(tokens.device)[None, :, :1]
         near = starts + torch.arange((1 + 2 * self.reach) * self.size, device=tokens.device)
         first = torch.arange(self.num_global, device=tokens.device)
         ends: Any = tokens.shape[1]
         if lengths is not None:  # blocks behind a row's last token see their own first: no softmax is over nothing
             ends = lengths[..., None].maximum(starts + self.reach * self.size + 1)
         visible = torch.cat([(near >= 0) & (near < ends), (first < starts) & (first < ends)], dim=-1)
-        return mask_bias(visible, tokens.dtype).view(-1, self.num_blocks, 1, visible.shape[-1])
+        return mask_bias(visible, tokens.dtype)[:, :, None]
 
     def fold(self, states: torch.Tensor, margin: int = 0) -> torch.Tensor:
-        """(b, margin + blocks + margin, size, c) of (b, n, c), filled up with zeros."""
-        before = margin * self.size
+        """(b, margin + blocks + margin, size, c) of (b, n, c); what is not there is filled up."""
+        if torch.compiler.is_exporting():  # symbolic lengths do not allow the view
+            blocks = torch.arange(self.num_blocks + 2 * margin, device=states.device)[:, None] - margin
+            columns = blocks * self.size + torch.arange(self.size, device=states.device)
+            return states[:, columns.clamp(min=0, max=states.shape[1] - 1)]
         after = (self.num_blocks + margin) * self.size - states.shape[1]
-        return nn.functional.pad(states, (0, 0, before, after)).unflatten(1, (-1, self.size))
+        padded = nn.functional.pad(states, (0, 0, margin * self.size, after))
+        return padded.view(len(states), -1, self.size, states.shape[2])
 
-    def join(self, part: slice, around: torch.Tensor, everywhere: list[torch.Tensor]) -> torch.Tensor:
-        """What the blocks of `part` see, (b, blocks, keys, c): of `fold` with a margin, and what all blocks see."""
-        near = [around[:, part.start + shift : part.stop + shift] for shift in range(1 + 2 * self.reach)]
-        far = [states[:, None].expand(-1, part.stop - part.start, -1, -1) for states in everywhere]
-        return torch.cat([*near, *far], dim=2)
+    def join(self, start: int, count: int, around: torch.Tensor, everywhere: list[torch.Tensor]) -> torch.Tensor:
+        """What `count` blocks see, (b, count, keys, c): of `fold` with a margin, and of what all blocks see."""
+        near = [around[:, start + shift : start + shift + count] for shift in range(1 + 2 * self.reach)]
+        return torch.cat([*near, *(states[:, None].expand(-1, count, -1, -1) for states in everywhere)], dim=2)
 
 
 def eager_attention_forward(
@@ -302,27 +309,33 @@ class LinformerSelfAttention(nn.Module):
             bias = torch.cat([bias.expand(len(slot_bias), -1, -1, -1), slot_bias], dim=-1)
 
         queries, around = blocks.fold(query), [blocks.fold(states, margin=blocks.reach) for states in (keys, values)]
+        step = -(-CHUNK // (batch_size * blocks.size)) if in_chunks(tokens) else blocks.num_blocks
+        starts = range(0, blocks.num_blocks, step) if in_chunks(tokens) else [0]
         outputs, probabilities = [], []
-        step = -(-tokens_at_once(tokens) // (batch_size * blocks.size))
-        for start in range(0, blocks.num_blocks, step):
-            part = slice(start, min(start + step, blocks.num_blocks))
-            key, value = (blocks.join(part, *states).flatten(0, 1) for states in zip(around, everywhere, strict=True))
-            part_bias = bias[:, part].expand(batch_size, -1, -1, -1).flatten(0, 1)[:, None]
-            output, weights = self.attend(queries[:, part].flatten(0, 1), key, value, part_bias, **kwargs)
-            outputs.append(output.view(batch_size, -1, output.shape[-1]))
+        for start in starts:
+            part = queries[:, start : start + step]
+            folded = part.shape[:2]
+            key, value = (
+                blocks.join(start, folded[1], *states).flatten(0, 1) for states in zip(around, everywhere, strict=True)
+            )
+            part_bias = bias[:, start : start + step].expand(batch_size, -1, -1, -1).flatten(0, 1)[:, None]
+            output, weights = self.attend(part.flatten(0, 1), key, value, part_bias, **kwargs)
+            outputs.append(output.unflatten(0, folded).flatten(1, 2))
             if weights is not None:
-                probabilities.append(weights.unflatten(0, (batch_size, -1)).transpose(1, 2).flatten(2, 3))
-        output = torch.cat(outputs, dim=1)[:, :length]
+                probabilities.append(weights.unflatten(0, folded).transpose(1, 2).flatten(2, 3))
+        output = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
+        columns = torch.arange(length, device=tokens.device)
+        output = output[:, columns] if torch.compiler.is_exporting() else output[:, :length]
         weights = torch.cat(probabilities, dim=2)[:, :, :length] if probabilities else None
         if blocks.num_global and blocks.reach:
-            first = slice(blocks.num_global)
             row_bias = None
             if lengths is not None:
-                columns = torch.arange(length, device=tokens.device)
                 row_bias = mask_bias(columns < lengths.clamp(min=1), tokens.dtype)[:, None, None]
-            output[:, first], _ = self.attend(query[:, first], keys, values, row_bias, **kwargs)
-            if weights is not None:
-                weights[:, :, first] = 0.0
+            global_queries = query[:, : blocks.num_global]
+            of_global_tokens, _ = self.attend(global_queries, keys, values, row_bias, **kwargs)
+            first = torch.arange(blocks.num_global, device=tokens.device)
+            output = output.index_copy(1, first, of_global_tokens)
+            weights = None if weights is None else weights.index_fill(2, first, 0.0)
         return output, weights
 
     def attend(
@@ -359,7 +372,7 @@ class LinformerSelfAttention(nn.Module):
 
     def split_heads(self, states: torch.Tensor) -> torch.Tensor:
         """A view (b, h, n, d) of (b, n, c)."""
-        return states.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        return states.unflatten(-1, (states.shape[-1] // self.head_size, self.head_size)).transpose(1, 2)
 
 
 class LinformerOutput(nn.Module):
@@ -427,10 +440,9 @@ class LinformerLayer(GradientCheckpointingLayer):
     ) -> torch.Tensor:
         """Gives (b, n, c)."""
         hidden_states = self.attention(hidden_states, padding=padding, shared_projection=shared_projection, **kwargs)
-        at_once = tokens_at_once(hidden_states)
-        if hidden_states.shape[:2].numel() <= at_once:
+        if not in_chunks(hidden_states):
             return self.feed_forward(hidden_states)
-        chunks = hidden_states.flatten(0, 1).split(at_once)
+        chunks = hidden_states.flatten(0, 1).split(CHUNK)
         return torch.cat([self.feed_forward(chunk) for chunk in chunks]).view(hidden_states.shape)
 
     def feed_forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
