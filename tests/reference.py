@@ -1,4 +1,4 @@
-"""The paper in plain loops: what every fast path is compared to. Written to be read, not to be fast.
+"""The paper and the local window in plain loops: what fast paths are compared to. Written to be read, not to be fast.
 
 One sentence after the other is stripped of its padding and goes through the model alone; one head after the other
 attends to one slot after the other. Everything is float64 and differentiable, so that autograd through these loops
@@ -25,9 +25,9 @@ def layer_norm(states, weights, name, config):
     return normal * weights[f"{name}.weight"] + weights[f"{name}.bias"]
 
 
-def projected_length(config, layer):
-    lengths = config.projected_length
-    return lengths if isinstance(lengths, int) else lengths[layer]
+def of_layer(value, layer):
+    """One of the fields that are one number, or a list with a number for each layer."""
+    return value if isinstance(value, int) else value[layer]
 
 
 def projection_weight(weights, config, layer, role):
@@ -43,58 +43,106 @@ def projection_weight(weights, config, layer, role):
     return weights[f"{owner}.weight"]
 
 
-def project(tokens, weight, config, layer):
-    """The slots of one sentence's r tokens (r, channels), and the log of how many tokens each stands for."""
-    num_tokens = len(tokens)
-    k = projected_length(config, layer)
-    slots, log_counts = [], []
+def slot_tokens(num_tokens, config, layer):
+    """The ranks of the tokens that each slot of a sentence is made of: a list of lists."""
+    k = of_layer(config.projected_length, layer)
+    if k == 0:
+        return []
     if config.projection_type in ("linear", "random"):
-        for slot in range(k):
-            slots.append(sum(weight[slot, j] * tokens[j] for j in range(num_tokens)))
-            log_counts.append(0.0)
-    elif config.projection_type == "convolution":
+        return [list(range(num_tokens)) for _ in range(k)]
+    if config.projection_type == "convolution":
         stride = math.ceil(config.max_position_embeddings / k)
-        for start in range(0, num_tokens, stride):
-            window = tokens[start : start + stride]
-            slots.append(sum(weight[:, 0, j] * window[j] for j in range(len(window))))
-            log_counts.append(0.0)
-    else:
-        num_slots = min(k, num_tokens)
-        for slot in range(num_slots):
-            window = torch.stack([tokens[p] for p in range(num_tokens) if p * num_slots // num_tokens == slot])
-            slots.append(window.mean(0) if config.projection_type == "mean_pooling" else window.amax(0))
-            log_counts.append(math.log(len(window)))
-    return torch.stack(slots), tokens.new_tensor(log_counts)
+        return [list(range(start, min(start + stride, num_tokens))) for start in range(0, num_tokens, stride)]
+    num_slots = min(k, num_tokens)
+    return [[p for p in range(num_tokens) if p * num_slots // num_tokens == slot] for slot in range(num_slots)]
 
 
-def head_rows(tokens, weights, config, layer, role, head):
-    """The projected keys (or values) of one head, and the log counts of its slots."""
-    size = config.hidden_size // config.num_attention_heads
-    own = slice(head * size, (head + 1) * size)
-    name = f"encoder.layer.{layer}.attention.self.{role}"
-    matrix, offset = weights[f"{name}.weight"][own], weights[f"{name}.bias"][own]
-    weight = projection_weight(weights, config, layer, role)
+def project(tokens, weight, config, layer):
+    """The slots of one sentence's r tokens: (r, channels) to (slots, channels)."""
+    slots = [tokens[:0]]
+    for slot, members in enumerate(slot_tokens(len(tokens), config, layer)):
+        if config.projection_type in ("linear", "random"):
+            content = sum(weight[slot, j] * tokens[j] for j in members)
+        elif config.projection_type == "convolution":
+            content = sum(weight[:, 0, place] * tokens[j] for place, j in enumerate(members))
+        elif config.projection_type == "mean_pooling":
+            content = tokens[members].mean(0)
+        else:
+            content = tokens[members].amax(0)
+        slots.append(content[None])
+    return torch.cat(slots)
+
+
+def exact_tokens(query, num_tokens, config, layer):
+    """The ranks of the tokens that the token of rank `query` attends to one by one."""
+    w, g = of_layer(config.local_attention_window, layer), config.num_global_tokens
+    if w == 0:
+        return []
+    if query < g:
+        return list(range(num_tokens))
+    around = [p for p in range(num_tokens) if p // w in (query // w - 1, query // w, query // w + 1)]
+    return around + [p for p in range(min(g, num_tokens)) if p not in around]
+
+
+def added_to_score(members, exact, config):
+    """What a slot's score gets so that it stands for those of its tokens that are not attended to one by one."""
+    rest = [p for p in members if p not in exact]
+    if not rest:
+        return -math.inf
+    return math.log(len(rest)) if config.projection_type in ("mean_pooling", "max_pooling") else 0.0
+
+
+def keys_or_values(tokens, weights, config, layer, role):
+    """The keys, or the values, of one sentence's tokens (r, c) and of its slots (slots, c)."""
+    name = f"encoder.layer.{layer}.attention.self"
+    matrix, offset = weights[f"{name}.{role}.weight"], weights[f"{name}.{role}.bias"]
+    exact = tokens @ matrix.T + offset
+    slots = exact[:0]
+    has_slots = of_layer(config.projected_length, layer) > 0
+    weight = projection_weight(weights, config, layer, role) if has_slots else None
     if config.projection_sharing == "none" and weight is not None:
-        weight = weight[own] if config.projection_type == "convolution" else weight[head]
-        rows, log_counts = project(tokens @ matrix.T, weight, config, layer)
-        return rows + offset, log_counts
-    rows, log_counts = project(tokens, weight, config, layer)
-    return rows @ matrix.T + offset, log_counts
+        heads = []
+        for head in range(config.num_attention_heads):
+            size = config.hidden_size // config.num_attention_heads
+            own = slice(head * size, (head + 1) * size)
+            own_weight = weight[own] if config.projection_type == "convolution" else weight[head]
+            heads.append(project(tokens @ matrix[own].T, own_weight, config, layer))
+        slots = torch.cat(heads, -1) + offset
+    elif has_slots:
+        slots = project(tokens, weight, config, layer) @ matrix.T + offset
+    if config.dual_layer_norm and of_layer(config.local_attention_window, layer) > 0:
+        exact = layer_norm(exact, weights, f"{name}.local_norm", config)
+        slots = layer_norm(slots, weights, f"{name}.projected_norm", config) if has_slots else slots
+    return exact, slots
 
 
 def attend(tokens, weights, config, layer):
-    """Self-attention of one sentence without padding: (r, c) to (r, c), and the probabilities (h, r, slots)."""
+    """Self-attention of one sentence without padding.
+
+    (r, c) to (r, c), and the probabilities that tokens give to tokens (h, r, r) and to slots (h, r, slots).
+    """
     size = config.hidden_size // config.num_attention_heads
     queries = linear(tokens, weights, f"encoder.layer.{layer}.attention.self.query")
-    contexts, probabilities = [], []
-    for head in range(config.num_attention_heads):
-        keys, log_counts = head_rows(tokens, weights, config, layer, "key", head)
-        values, _ = head_rows(tokens, weights, config, layer, "value", head)
-        own = queries[:, head * size : (head + 1) * size]
-        scores = torch.stack([own @ keys[s] / math.sqrt(size) + log_counts[s] for s in range(len(keys))], -1)
-        probabilities.append(scores.softmax(-1))
-        contexts.append(sum(probabilities[-1][:, s, None] * values[s] for s in range(len(values))))
-    return torch.cat(contexts, -1), torch.stack(probabilities)
+    token_keys, slot_keys = keys_or_values(tokens, weights, config, layer, "key")
+    token_values, slot_values = keys_or_values(tokens, weights, config, layer, "value")
+    members = slot_tokens(len(tokens), config, layer)
+    contexts = []
+    of_tokens = tokens.new_zeros(config.num_attention_heads, len(tokens), len(tokens))
+    of_slots = tokens.new_zeros(config.num_attention_heads, len(tokens), len(members))
+    for query in range(len(tokens)):
+        exact = exact_tokens(query, len(tokens), config, layer)
+        bias = tokens.new_tensor([0.0] * len(exact) + [added_to_score(slot, exact, config) for slot in members])
+        keys, values = torch.cat([token_keys[exact], slot_keys]), torch.cat([token_values[exact], slot_values])
+        heads = []
+        for head in range(config.num_attention_heads):
+            own = slice(head * size, (head + 1) * size)
+            scores = keys[:, own] @ queries[query, own] / math.sqrt(size) + bias
+            probabilities = scores.softmax(-1)
+            heads.append(probabilities @ values[:, own])
+            of_tokens[head, query, exact] = probabilities[: len(exact)].detach()
+            of_slots[head, query] = probabilities[len(exact) :].detach()
+        contexts.append(torch.cat(heads))
+    return torch.stack(contexts), (of_tokens, of_slots)
 
 
 def transformer_layer(tokens, weights, config, layer):

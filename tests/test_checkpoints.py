@@ -1,4 +1,5 @@
 import argparse
+import itertools
 import json
 import os
 import pickle
@@ -33,8 +34,22 @@ from linformer_hf import LinformerForMaskedLM, LinformerModel
 CODE = {"configuration_linformer.py", "projections_linformer.py", "modeling_linformer.py"}
 FAIRSEQ = Path(__file__).parent / "fairseq"
 
+# with LayerNorms of its own; no projection at all; none in one layer
+WINDOWED = [
+    {"projection_type": "convolution", "local_attention_window": 5, "num_global_tokens": 2, "dual_layer_norm": True},
+    {"projected_length": 0, "local_attention_window": 5},
+    {"projected_length": [7, 0], "local_attention_window": [0, 5], "projection_sharing": "headwise"},
+]
+
+STORED_AND_SHARINGS = [{"projection_type": t, "projection_sharing": s} for t, s in itertools.product(STORED, SHARINGS)]
+TYPES_AND_SHARINGS = [{"projection_type": t, "projection_sharing": s} for t, s in itertools.product(TYPES, SHARINGS)]
+
+
+def option_names(options):
+    return "-".join(value if isinstance(value, str) else f"{name}={value}" for name, value in options.items())
+
+
 every_class = pytest.mark.parametrize("head", HEADS.values())
-every_type = pytest.mark.parametrize("kind", TYPES)
 every_sharing = pytest.mark.parametrize("sharing", SHARINGS)
 
 
@@ -50,10 +65,9 @@ def same_tensors(first, second):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@every_sharing
-@every_type
-def test_saving_and_loading_is_exact(kind, sharing, tied, tmp_path):
-    model = build("LinformerForMaskedLM", projection_type=kind, projection_sharing=sharing, tie_word_embeddings=tied)
+@pytest.mark.parametrize("options", [*TYPES_AND_SHARINGS, *WINDOWED], ids=option_names)
+def test_saving_and_loading_is_exact(options, tied, tmp_path):
+    model = build("LinformerForMaskedLM", **options, tie_word_embeddings=tied)
     ids, mask = random_ids(3, 61), mask_of("holes", 3, 61)
     before = model(ids, mask).logits
     model.save_pretrained(tmp_path)
@@ -86,10 +100,8 @@ def test_nothing_is_missing_or_left_over(head, tmp_path):
     assert load_report(getattr(linformer_hf, head), tmp_path) == {}
 
 
-@every_type
-@every_sharing
-def test_a_base_model_loads_in_a_head_and_back(kind, sharing, tmp_path):
-    options = {"projection_type": kind, "projection_sharing": sharing}
+@pytest.mark.parametrize("options", [*TYPES_AND_SHARINGS, *WINDOWED], ids=option_names)
+def test_a_base_model_loads_in_a_head_and_back(options, tmp_path):
     base = build(**options)
     base.save_pretrained(tmp_path / "base")
     report = load_report(LinformerForMaskedLM, tmp_path / "base")
@@ -189,14 +201,13 @@ def test_pickling_and_state_dicts(kind):
     assert torch.equal(model(ids).logits, other(ids).logits)
 
 
-@pytest.mark.parametrize("sharing", SHARINGS)
-@pytest.mark.parametrize("kind", STORED)
-def test_parts_of_a_model_may_stay_on_disk(kind, sharing, tmp_path):
+@pytest.mark.parametrize("options", [*STORED_AND_SHARINGS, *WINDOWED], ids=option_names)
+def test_parts_of_a_model_may_stay_on_disk(options, tmp_path):
     # as with a model over several devices, accelerate moves every layer's arguments to where the layer is
-    model = build(projection_type=kind, projection_sharing=sharing)
+    model = build(**options)
     model.save_pretrained(tmp_path)
     places = {"embeddings": "disk", "encoder.layer.0": "disk", "encoder.layer.1": "cpu"}
-    if sharing == "layerwise":
+    if model.encoder.shared_projection is not None:
         places["encoder.shared_projection"] = "disk"
     loaded = LinformerModel.from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "disk")
     assert loaded.embeddings.word_embeddings.weight.is_meta
@@ -311,6 +322,8 @@ def test_folders_load_in_clean_processes_without_the_package(tmp_path):
         options = {"projection_type": TYPES[number % 5], "projection_sharing": SHARINGS[number % 4]}
         if head == "LinformerForMaskedLM":
             options = {}
+        elif number in (2, 3, 4):
+            options = WINDOWED[number - 2]
         model = build(head, **options)
         model.save_pretrained(tmp_path / head)
         inputs = (ids[:, None], mask[:, None]) if "Choice" in head else (ids, mask)

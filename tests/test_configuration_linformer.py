@@ -36,6 +36,9 @@ DEFAULTS = {
     "projection_initializer": "mean_pooling",
     "freeze_projections": False,
     "projection_seed": 0,
+    "local_attention_window": 0,
+    "num_global_tokens": 0,
+    "dual_layer_norm": False,
     "norm_first": False,
 }
 
@@ -48,7 +51,7 @@ def test_default(name):
 # What is refused, and the words that its message must have: the field, the value, and what is allowed.
 REFUSED = [
     ({"projected_length": 62}, ["projected_length", "62", "61"]),
-    ({"projected_length": 0}, ["projected_length", "0", "1"]),
+    ({"projected_length": 0}, ["projected_length", "0", "1", "local_attention_window"]),
     ({"projected_length": -3}, ["projected_length", "-3", "1"]),
     ({"projected_length": [7, 62], "projection_sharing": "headwise"}, ["projected_length", "62", "61"]),
     ({"projected_length": [0, 7], "projection_sharing": "headwise"}, ["projected_length", "0", "1"]),
@@ -63,6 +66,30 @@ REFUSED = [
     ({"projected_length": 7.0}, ["projected_length", "7.0", "int"]),
     ({"projected_length": True}, ["projected_length", "True", "int"]),
     ({"projected_length": [7, 5.0], "projection_sharing": "headwise"}, ["projected_length", "5.0", "int"]),
+    (
+        {"projected_length": [0, 7], "local_attention_window": [0, 5], "projection_sharing": "headwise"},
+        ["projected_length", "[0, 7]", "1", "local_attention_window"],
+    ),
+    ({"projected_length": -1, "local_attention_window": 5}, ["projected_length", "-1", "0"]),
+    ({"projected_length": 62, "local_attention_window": 5}, ["projected_length", "62", "61"]),
+    ({"local_attention_window": -1}, ["local_attention_window", "-1", "0"]),
+    ({"local_attention_window": [5, -2]}, ["local_attention_window", "[5, -2]", "0"]),
+    ({"local_attention_window": [5]}, ["local_attention_window", "[5]", "num_hidden_layers", "2"]),
+    ({"local_attention_window": []}, ["local_attention_window", "[]", "num_hidden_layers", "2"]),
+    ({"local_attention_window": [5, 5, 5]}, ["local_attention_window", "[5, 5, 5]", "num_hidden_layers", "2"]),
+    ({"local_attention_window": 5.0}, ["local_attention_window", "5.0", "int"]),
+    ({"local_attention_window": True}, ["local_attention_window", "True", "int"]),
+    ({"local_attention_window": [5, "5"]}, ["local_attention_window", "5", "int"]),
+    ({"num_global_tokens": 2}, ["num_global_tokens", "2", "local_attention_window", "0"]),
+    (
+        {"num_global_tokens": 2, "local_attention_window": [0, 0]},
+        ["num_global_tokens", "2", "local_attention_window", "[0, 0]"],
+    ),
+    ({"num_global_tokens": -1, "local_attention_window": 5}, ["num_global_tokens", "-1", "0"]),
+    ({"num_global_tokens": 62, "local_attention_window": 5}, ["num_global_tokens", "62", "61"]),
+    ({"num_global_tokens": 1.0, "local_attention_window": 5}, ["num_global_tokens", "1.0", "int"]),
+    ({"dual_layer_norm": True}, ["dual_layer_norm", "True", "local_attention_window", "0"]),
+    ({"dual_layer_norm": 1, "local_attention_window": 5}, ["dual_layer_norm", "1", "bool"]),
     ({"hidden_size": 31}, ["hidden_size", "31", "num_attention_heads", "3"]),
     ({"num_attention_heads": 0}, ["num_attention_heads", "0"]),
     ({"num_hidden_layers": 0}, ["num_hidden_layers", "0"]),
@@ -106,6 +133,11 @@ ACCEPTED = [
     {"projected_length": [1, 60], "projection_sharing": "none", "projection_type": "convolution"},
     {"projection_initializer": "normal"},
     {"max_position_embeddings": 1, "projected_length": 1},
+    {"local_attention_window": 1},
+    {"local_attention_window": 1000, "num_global_tokens": 61},
+    {"local_attention_window": [0, 5], "num_global_tokens": 1, "dual_layer_norm": True},
+    {"local_attention_window": 5, "projected_length": 0},
+    {"local_attention_window": [5, 0], "projected_length": [0, 7], "projection_sharing": "key_value"},
 ]
 
 
@@ -184,6 +216,19 @@ def test_plans_name_modules_that_exist(sharing):
         assert pattern in names or pattern in ("embeddings", "encoder.layer")
 
 
+def test_the_numbers_of_each_layer():
+    config = tiny_config(local_attention_window=[0, 5], projected_length=[7, 0], projection_sharing="headwise")
+    assert (config.local_attention_windows, config.projected_lengths) == ([0, 5], [7, 0])
+    config = tiny_config(local_attention_window=5)
+    assert (config.local_attention_windows, config.projected_lengths) == ([5, 5], [7, 7])
+
+
+def test_norms_over_all_heads_are_not_cut_in_parts():
+    # a tensor-parallel plan gives each process some heads
+    assert tiny_config(dual_layer_norm=True, local_attention_window=5).base_model_tp_plan is None
+    assert tiny_config(local_attention_window=5).base_model_tp_plan
+
+
 @pytest.mark.parametrize("auto", ["AutoConfig", *HEADS])
 def test_auto_class_knows_the_family(auto):
     import transformers
@@ -214,4 +259,5 @@ def test_unknown_keys_of_a_newer_version_are_kept():
 def test_the_docstring_names_every_field():
     missing = [name for name in DEFAULTS if name not in LinformerConfig.__doc__]
     # the base class explains its own
-    assert not [name for name in missing if name.startswith(("projec", "freeze", "norm_first", "max_position"))]
+    ours = ("projec", "freeze", "norm_first", "max_position", "local_", "num_global", "dual_")
+    assert not [name for name in missing if name.startswith(ours)]

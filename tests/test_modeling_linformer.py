@@ -1,6 +1,7 @@
 import copy
 import itertools
 import math
+import re
 import subprocess
 import sys
 
@@ -25,9 +26,11 @@ from conftest import (
 )
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AttentionInterface,
     BertConfig,
+    BertForMaskedLM,
     BertLMHeadModel,
     EncoderDecoderModel,
     RobertaConfig,
@@ -36,6 +39,7 @@ from transformers import (
 
 import linformer_hf
 from linformer_hf import LinformerForMaskedLM, LinformerModel
+from linformer_hf.convert_hf import convert_encoder
 
 
 LAYOUTS = ("right", "left", "holes")
@@ -44,13 +48,52 @@ CLASSES = tuple(HEADS.values())
 VARIANTS = [{"projection_type": t, "projection_sharing": s} for t, s in itertools.product(STORED, SHARINGS)]
 VARIANTS += [{"projection_type": t} for t in POOLINGS]
 VARIANTS += [{"norm_first": True, "projection_sharing": "key_value"}]
+# the local window: with every type, more global tokens than a block holds, without slots, in some layers only
+WINDOW = {"local_attention_window": 5, "num_global_tokens": 2}
+NO_SLOTS = {"projected_length": 0, **WINDOW}
+WINDOWED = [
+    {"projection_type": "mean_pooling", **WINDOW},
+    {"projection_sharing": "headwise", "local_attention_window": 7},
+    {"projection_type": "random", "dual_layer_norm": True, "layer_norm_eps": 1e-3, **WINDOW},
+    {
+        "projection_type": "convolution",
+        "projection_sharing": "none",
+        "norm_first": True,
+        "local_attention_window": 3,
+        "num_global_tokens": 4,
+    },
+    {
+        "projection_type": "max_pooling",
+        "projection_sharing": "key_value",
+        "projected_length": [7, 3],
+        "local_attention_window": [0, 5],
+        "num_global_tokens": 1,
+    },
+    NO_SLOTS,
+    {
+        "projection_sharing": "key_value",
+        "dual_layer_norm": True,
+        "projected_length": [7, 0],
+        "local_attention_window": [0, 4],
+        "num_global_tokens": 2,
+    },
+]
+KINDS = [{"projection_type": kind} for kind in TYPES] + WINDOWED
 
 
 def variant_name(overrides):
-    return "-".join(value if isinstance(value, str) else str(name) for name, value in overrides.items())
+    return "-".join(value if isinstance(value, str) else f"{name}={value}" for name, value in overrides.items())
 
 
-every_variant = pytest.mark.parametrize("overrides", VARIANTS, ids=variant_name)
+def one_layer(overrides):
+    """The same with one layer, a list's last one."""
+    lists = {name: value[-1] for name, value in overrides.items() if isinstance(value, list)}
+    return {**overrides, **lists, "num_hidden_layers": 1}
+
+
+every_variant = pytest.mark.parametrize("overrides", VARIANTS + WINDOWED, ids=variant_name)
+every_windowed = pytest.mark.parametrize("overrides", WINDOWED, ids=variant_name)
+every_kind = pytest.mark.parametrize("overrides", KINDS, ids=variant_name)
 every_type = pytest.mark.parametrize("kind", TYPES)
 every_class = pytest.mark.parametrize("head", CLASSES)
 
@@ -78,6 +121,11 @@ def example(head, seq_len=23, seed=0, batch=4, **model_overrides):
     return inputs
 
 
+def padded(batch, seq_len, layout):
+    """Random tokens and a mask whose rows have from 1 to all of them."""
+    return random_ids(batch, seq_len), mask_of(layout, batch, seq_len)
+
+
 def scalar(output):
     return output.loss if "loss" in output and output.loss is not None else output[0].float().square().mean()
 
@@ -99,20 +147,27 @@ def test_all_hidden_states_are_the_reference_s(overrides, layout):
     assert torch.equal(output.hidden_states[-1], output.last_hidden_state)
 
 
-@every_variant
-def test_gradients_of_the_whole_model_are_the_reference_s(overrides):
+def assert_outputs_and_gradients_are_the_reference_s(overrides, ids, mask):
     model = build(**overrides).double()
-    ids, mask = random_ids(3, 37), mask_of("holes", 3, 37)
-    direction = torch.randn(3, 37, 30, dtype=torch.float64) * mask[..., None]
+    direction = torch.randn(*ids.shape, 30, dtype=torch.float64) * mask[..., None]
     weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
     names = [name for name, _ in model.named_parameters()]
     for name in names:
         weights[name].requires_grad_()
-    expected = (reference.linformer(weights, model.config, ids, mask)[-1] * direction).sum()
-    gradients = torch.autograd.grad(expected, [weights[name] for name in names])
-    (model(ids, mask)[0] * direction).sum().backward()
+    expected = reference.linformer(weights, model.config, ids, mask)[-1]
+    gradients = torch.autograd.grad(
+        (expected * direction).sum(), [weights[name] for name in names], materialize_grads=True
+    )
+    states = model(ids, mask)[0] * mask[..., None]
+    assert difference(states, expected) < TOLERANCE["float64"]
+    (states * direction).sum().backward()
     for (name, parameter), gradient in zip(model.named_parameters(), gradients, strict=True):
         assert difference(parameter.grad, gradient) < TOLERANCE["float64"], name
+
+
+@every_variant
+def test_gradients_of_the_whole_model_are_the_reference_s(overrides):
+    assert_outputs_and_gradients_are_the_reference_s(overrides, *padded(3, 37, "holes"))
 
 
 def roberta_like(model):
@@ -190,10 +245,10 @@ def test_padding_changes_nothing(overrides, layout):
         assert difference(one, alone) < TOLERANCE["float32"]
 
 
-@every_type
-def test_any_mask_any_length(kind):
+@every_kind
+def test_any_mask_any_length(overrides):
     # random masks, from nearly empty to nearly full, with random amounts of padding around
-    model = build(projection_type=kind)
+    model = build(**overrides)
     generator = torch.Generator().manual_seed(11)
     for _ in range(40):
         seq_len = int(torch.randint(1, 62, (), generator=generator))
@@ -209,9 +264,9 @@ def test_any_mask_any_length(kind):
                 assert difference(states[row, real], alone) < TOLERANCE["float32"], (seq_len, mask[row])
 
 
-@every_type
-def test_order_of_the_rows_changes_nothing(kind):
-    model, order = build(projection_type=kind), [3, 0, 2, 1]
+@every_kind
+def test_order_of_the_rows_changes_nothing(overrides):
+    model, order = build(**overrides), [3, 0, 2, 1]
     ids, mask = random_ids(4, 50), mask_of("holes", 4, 50)
     states = model(ids, mask)[0]
     assert difference(model(ids[order], mask[order])[0], states[order]) < TOLERANCE["float32"]
@@ -240,9 +295,9 @@ def test_every_length_works(overrides):
 
 
 @pytest.mark.parametrize("way", ["ids", "embeds", "mask"])
-@every_type
-def test_one_token_too_many_is_refused(way, kind):
-    model = build(projection_type=kind)
+@every_kind
+def test_one_token_too_many_is_refused(way, overrides):
+    model = build(**overrides)
     inputs = {"inputs_embeds": torch.zeros(1, 62, 30)} if way == "embeds" else {"input_ids": random_ids(1, 62)}
     if way == "mask":
         inputs["attention_mask"] = torch.ones(1, 62, dtype=torch.long)
@@ -286,10 +341,10 @@ def test_inputs_may_be_views_that_cannot_be_written_to():
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.float32, torch.bfloat16, torch.float16])
-@every_type
-def test_masks_of_any_dtype_mean_the_same(dtype, kind):
+@every_kind
+def test_masks_of_any_dtype_mean_the_same(dtype, overrides):
     # 700 tokens: counting in uint8 or bfloat16 would go wrong at 256
-    model = build(projection_type=kind, max_position_embeddings=701)
+    model = build(**overrides, max_position_embeddings=701)
     ids = random_ids(2, 700)
     mask = torch.ones(2, 700, dtype=torch.long)
     mask[0, 5:14] = 0
@@ -342,10 +397,12 @@ def test_nothing_of_padded_embeddings_leaks(overrides, poison):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@every_class
-@every_type
-def test_half_precision_trains(dtype, head, kind):
-    model = build(head, num_labels=3, projection_type=kind, noise=False).to(dtype).train()
+@pytest.mark.parametrize(
+    ("head", "overrides"),
+    [*itertools.product(CLASSES, KINDS[: len(TYPES)]), *itertools.product(CLASSES[1:2], WINDOWED)],
+)
+def test_half_precision_trains(dtype, head, overrides):
+    model = build(head, num_labels=3, **overrides, noise=False).to(dtype).train()
     inputs = example(head)
     inputs["attention_mask"][1] = 0
     loss = scalar(model(**inputs))
@@ -355,9 +412,11 @@ def test_half_precision_trains(dtype, head, kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @every_variant
-def test_autocast_trains(overrides, dtype):
+def test_autocast_trains(overrides, implementation, dtype):
     model = build("LinformerForMaskedLM", **overrides).train()
+    model.set_attn_implementation(implementation)
     inputs = example("LinformerForMaskedLM")
     inputs["attention_mask"][1] = 0
     with torch.autocast("cpu", dtype=dtype):
@@ -443,6 +502,15 @@ def test_attention_goes_through_the_interface():
             assert "position_ids" not in kwargs
         assert len(seen) == 4
         seen.clear()
+    for overrides in WINDOWED:
+        model = build(**overrides)
+        expected = model(ids, mask)[0]
+        model.set_attn_implementation("probe")
+        assert difference(model(ids, mask)[0], expected) < TOLERANCE["float32"]
+        for *_, dropout, scaling, is_causal, _ in seen:
+            assert (dropout, scaling, is_causal) == (0.0, pytest.approx(10**-0.5), False)
+        assert len(seen) >= 2
+        seen.clear()
 
 
 @every_variant
@@ -513,8 +581,261 @@ def test_attentions_are_the_reference_s(kind):
     model.set_attn_implementation("eager")
     output = model(ids, output_attentions=True, output_hidden_states=True)
     weights = reference.in_double(model.state_dict())
-    _, expected = reference.attend(output.hidden_states[0][0], weights, model.config, 0)
+    _, (_, expected) = reference.attend(output.hidden_states[0][0], weights, model.config, 0)
     assert difference(output.attentions[0][0], expected) < TOLERANCE["float64"]
+
+
+# ---- the local window
+
+
+@pytest.mark.parametrize("sharing", SHARINGS)
+@every_type
+def test_window_with_every_type_and_sharing_is_the_reference_s(kind, sharing):
+    overrides = {"projection_type": kind, "projection_sharing": sharing, "num_hidden_layers": 1, **WINDOW}
+    assert_outputs_and_gradients_are_the_reference_s(overrides, *padded(3, 61, "holes"))
+
+
+@every_windowed
+def test_window_at_every_length_is_the_reference_s(overrides):
+    model, ids = build(**one_layer(overrides)).double(), random_ids(61, 61)
+    mask = torch.ones(61, 61).tril().long()
+    with torch.no_grad():
+        expected = reference.linformer(reference.in_double(model.state_dict()), model.config, ids, mask)[-1]
+        for length in range(1, 62):  # padded to another length, with and without full blocks
+            rows = slice(length - 1, length + 2)
+            padded_length = min(length + 2, 61)
+            states = model(ids[rows, :padded_length], mask[rows, :padded_length])[0]
+            gap = (states - expected[rows, :padded_length])[mask[rows, :padded_length].bool()]
+            assert gap.abs().max() < TOLERANCE["float64"], length
+
+
+@pytest.mark.parametrize("window", [1, 7, 20, 31, 100])
+@pytest.mark.parametrize("num_global_tokens", [0, 1, 8, 61])
+@pytest.mark.parametrize("kind", ["linear", "mean_pooling", "convolution"])
+def test_any_number_of_global_tokens_is_the_reference_s(kind, window, num_global_tokens):
+    overrides = {"projection_type": kind, "num_hidden_layers": 1}
+    overrides |= {"local_attention_window": window, "num_global_tokens": num_global_tokens}
+    assert_outputs_and_gradients_are_the_reference_s(overrides, *padded(3, 61, "left"))
+
+
+@pytest.mark.parametrize("layout", [None, *LAYOUTS])
+@pytest.mark.parametrize("overrides", [*KINDS[: len(TYPES)], {"projected_length": 0}], ids=variant_name)
+def test_two_windows_are_roberta(overrides, layout):
+    model = build("LinformerForMaskedLM", **overrides, local_attention_window=16, num_global_tokens=1)
+    roberta = roberta_like(model)
+    if layout is None:
+        for length in (32, 31, 16, 3):
+            ids = random_ids(2, length)
+            assert difference(model(ids).logits, roberta(ids).logits) < TOLERANCE["whole_model"]
+        return
+    ids, mask = random_ids(5, 61), mask_of(layout, 5, 61)
+    mask = mask * (mask.cumsum(1) <= 32)
+    logits = model(ids, mask).logits
+    for row in range(5):
+        real = mask[row].bool()
+        alone = roberta(ids[row : row + 1, real]).logits[0]
+        assert difference(logits[row, real], alone) < TOLERANCE["whole_model"]
+
+
+@pytest.mark.parametrize("kind", [*TYPES])
+def test_beyond_two_windows_it_is_not_roberta(kind):
+    model = build("LinformerForMaskedLM", projection_type=kind, local_attention_window=16)
+    ids = random_ids(1, 33)
+    assert difference(model(ids).logits, roberta_like(model)(ids).logits) > 1e-3
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("projected_length", [0, 7])
+def test_a_converted_bert_is_itself_within_two_windows(projected_length, layout):
+    sizes = {name: TINY[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
+    bert = BertForMaskedLM(BertConfig(**sizes, intermediate_size=37, max_position_embeddings=61)).eval()
+    fill_with_noise(bert)
+    options = {"local_attention_window": 16, "num_global_tokens": 1, "projected_length": projected_length}
+    model = convert_encoder(bert, **options)
+    ids, mask = padded(5, 61, layout)
+    mask = mask * (mask.cumsum(1) <= 32)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)  # BERT counts the padding too
+    expected = bert(ids, mask, position_ids=positions).logits
+    assert difference(model(ids, mask).logits[mask.bool()], expected[mask.bool()]) < TOLERANCE["whole_model"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@every_type
+def test_where_all_tokens_are_global_it_is_roberta(kind, layout):
+    window = {"local_attention_window": 3, "num_global_tokens": 61}
+    model = build("LinformerForMaskedLM", projection_type=kind, **window)
+    ids, mask = padded(3, 61, layout)
+    logits, roberta = model(ids, mask).logits, roberta_like(model)
+    for row in range(3):
+        real = mask[row].bool()
+        assert difference(logits[row, real], roberta(ids[row : row + 1, real]).logits[0]) < TOLERANCE["whole_model"]
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("num_global_tokens", [0, 3, 9])
+def test_every_token_counts_once(num_global_tokens, implementation):
+    # a query that is zero sees all tokens alike: where slots do not cross the edge of a block, it gets the mean of all
+    model = build(
+        projection_type="mean_pooling",
+        projected_length=20,
+        local_attention_window=6,
+        num_global_tokens=num_global_tokens,
+        max_position_embeddings=60,
+    ).double()
+    model.set_attn_implementation(implementation)
+    attention = model.encoder.layer[0].attention.self
+    torch.nn.init.zeros_(attention.query.weight)
+    torch.nn.init.zeros_(attention.query.bias)
+    states = torch.randn(2, 60, 30, dtype=torch.float64)
+    context, _ = attention(states, shared_projection=model.encoder.shared_projection)
+    expected = attention.value(states).mean(1, keepdim=True).expand(-1, 60, -1)
+    assert difference(context, expected) < TOLERANCE["float64"]
+
+
+def columns_of_attentions(of_tokens, of_slots, config, layer):
+    """The probabilities of the reference in the columns in which the model gives them, for one sentence."""
+    window, num_tokens = reference.of_layer(config.local_attention_window, layer), of_tokens.shape[-1]
+    columns = []
+    for query in range(num_tokens):
+        if query < config.num_global_tokens:  # what it sees is not given
+            columns.append(of_tokens.new_zeros(of_tokens.shape[0], 3 * window + config.num_global_tokens))
+            continue
+        first = (query // window - 1) * window
+        around = F.pad(of_tokens[:, query], (window, 3 * window))[:, first + window : first + 4 * window]
+        elsewhere = [p if p // window < query // window - 1 else None for p in range(config.num_global_tokens)]
+        zero = around.new_zeros(around.shape[0])
+        others = [zero if p is None else of_tokens[:, query, p] for p in elsewhere]
+        columns.append(torch.cat([around, *(column[:, None] for column in others)], -1))
+    columns = torch.stack(columns, 1)
+    return torch.cat([columns, of_slots * (columns.sum(-1, keepdim=True) > 0)], -1)
+
+
+@pytest.mark.parametrize("overrides", [WINDOWED[0], WINDOWED[1], WINDOWED[3], NO_SLOTS], ids=variant_name)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_attentions_of_windows_are_the_reference_s(overrides, layout):
+    model = build(**one_layer({**overrides, "norm_first": False})).double()
+    model.set_attn_implementation("eager")
+    ids, mask = padded(4, 61, layout)
+    output = model(ids, mask, output_attentions=True, output_hidden_states=True)
+    weights = reference.in_double(model.state_dict())
+    for row in range(4):
+        real = mask[row].bool()
+        _, parts = reference.attend(output.hidden_states[0][row, real], weights, model.config, 0)
+        expected = columns_of_attentions(*parts, model.config, 0)
+        actual = output.attentions[0][row, :, real]
+        missing = actual.shape[-1] - expected.shape[-1]  # slots that this row does not have
+        assert difference(actual, F.pad(expected, (0, missing))) < TOLERANCE["float64"]
+
+
+@every_windowed
+def test_attentions_of_windows_sum_to_one(overrides):
+    model = build(**overrides)
+    model.set_attn_implementation("eager")
+    config = model.config
+    for seq_len in (61, 8):
+        ids, mask = padded(3, seq_len, "holes")
+        attentions = model(ids, mask, output_attentions=True).attentions
+        assert len(attentions) == 2
+        for layer, attention in enumerate(attentions):
+            window = reference.of_layer(config.local_attention_window, layer)
+            assert attention.shape[:3] == (3, 3, seq_len)
+            local = 3 * window if seq_len > 2 * window else seq_len
+            k = config.projected_lengths[layer]
+            assert attention.shape[-1] <= (local if window else 0) + config.num_global_tokens + k
+            expected = torch.ones(3, seq_len)
+            if window and seq_len > 2 * window:
+                expected[mask.cumsum(1) <= config.num_global_tokens] = 0.0
+            for head in range(3):
+                sums = attention[:, head].sum(-1)
+                assert difference(sums[mask.bool()], expected[mask.bool()]) < TOLERANCE["float32"]
+
+
+def test_attentions_where_the_window_sees_all_are_those_of_full_attention():
+    model = build(projection_type="mean_pooling", **WINDOW).double()
+    model.set_attn_implementation("eager")
+    output = model(random_ids(2, 10), output_attentions=True, output_hidden_states=True)
+    weights = reference.in_double(model.state_dict())
+    for layer, attention in enumerate(output.attentions):
+        for row in range(2):
+            _, (expected, _) = reference.attend(output.hidden_states[layer][row], weights, model.config, layer)
+            rest = attention.shape[-1] - 10
+            assert difference(attention[row], F.pad(expected, (0, rest))) < TOLERANCE["float64"]
+
+
+@pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention"])
+@pytest.mark.parametrize("seq_len", [61, 8])
+@pytest.mark.parametrize("overrides", [WINDOWED[1], WINDOWED[4], NO_SLOTS], ids=variant_name)
+def test_backends_that_cannot_take_windows_are_refused(overrides, seq_len, implementation):
+    model = build(**overrides)
+    model.config._attn_implementation_internal = implementation
+    with pytest.raises(ValueError, match=rf"(?s){implementation}.*local.*window.*sdpa"):
+        model(random_ids(2, seq_len))
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_dropout_of_windows_is_attention_dropout(implementation):
+    # each probability is dropped by itself, and what is left is scaled: on average nothing changes
+    model = build(projection_type="mean_pooling", num_hidden_layers=1, attention_probs_dropout_prob=0.3, **WINDOW)
+    model.set_attn_implementation(implementation)
+    attention = model.encoder.layer[0].attention.self
+    states = torch.randn(1, 23, 30).expand(3000, -1, -1)
+
+    def context():
+        return attention(states, shared_projection=model.encoder.shared_projection)[0]
+
+    with torch.no_grad():
+        expected = context()[0]
+        assert torch.equal(context()[0], expected)
+        attention.train()
+        dropped = context()
+    assert (dropped - expected).std(0).min() > 0.02  # in every token and channel
+    error = (dropped.mean(0) - expected) / (dropped.std(0) / 3000**0.5)
+    assert error.abs().max() < 5
+
+
+def test_a_window_costs_little_more_than_a_longer_projection():
+    costs = []
+    for overrides in (
+        {"projected_length": 128},
+        {"projected_length": 64, "local_attention_window": 64, "num_global_tokens": 1},
+    ):
+        sizes = {"num_hidden_layers": 1, "max_position_embeddings": 16384, "projection_type": "mean_pooling"}
+        with torch.device("meta"):
+            model = LinformerModel(linformer_hf.LinformerConfig(**sizes, **overrides)).eval()
+            with FlopCounterMode(display=False) as cost, torch.no_grad():
+                model(inputs_embeds=torch.zeros(1, 16384, 768))
+        costs.append(cost.get_total_flops())
+    assert costs[1] < 1.25 * costs[0]
+
+
+@every_windowed
+def test_windows_have_no_weights_but_norms(overrides):
+    model = build(**overrides)
+    windows, lengths = model.config.local_attention_windows, model.config.projected_lengths
+    expected = set()
+    for layer in range(2):
+        roles = {"layerwise": [], "key_value": ["key"]}.get(model.config.projection_sharing, ["key", "value"])
+        has_weights = lengths[layer] > 0 and overrides.get("projection_type") not in POOLINGS
+        expected |= {f"{layer}.{role}_projection" for role in roles if has_weights}
+        if overrides.get("dual_layer_norm") and windows[layer]:
+            expected |= {f"{layer}.local_norm", *([f"{layer}.projected_norm"] if lengths[layer] else [])}
+    names = {name.rpartition(".")[0].removeprefix("encoder.layer.") for name in model.state_dict()}
+    names = {name.replace("attention.self.", "") for name in names if "attention.self" in name}
+    plain = {f"{layer}.{name}" for layer in range(2) for name in ("query", "key", "value")}
+    assert names - plain == expected
+    shared = "encoder.shared_projection.weight" in model.state_dict()
+    assert shared == (
+        overrides.get("projection_type") == "random"
+    )  # of these models, the only one that shares a matrix
+
+
+def test_a_checkpoint_takes_a_window_when_it_is_loaded(tmp_path):
+    build("LinformerForMaskedLM", projection_type="mean_pooling").save_pretrained(tmp_path)
+    loaded, info = LinformerForMaskedLM.from_pretrained(tmp_path, **WINDOW, output_loading_info=True)
+    assert not any(info.values())
+    made = build("LinformerForMaskedLM", projection_type="mean_pooling", **WINDOW)
+    ids = random_ids(2, 61)
+    assert torch.equal(loaded(ids).logits, made(ids).logits)
 
 
 # ---- heads
@@ -619,6 +940,10 @@ def test_every_parameter_gets_a_gradient(head, overrides):
     assert without == []
     # softmax does not see a constant added to all keys, so the key bias alone has the gradient zero
     zero = [n for n, p in model.named_parameters() if p.grad.abs().max() < 1e-8 and not n.endswith("self.key.bias")]
+    if "num_global_tokens" in overrides and head == "LinformerForSequenceClassification":
+        # the head reads a global token, which in the last layer sees no slot
+        zero = [name for name in zero if "layer.1.attention.self.projected_norm" not in name]
+        zero = [name for name in zero if not re.search(r"layer\.1\..*_projection", name)]
     assert zero == []
 
 
@@ -627,6 +952,27 @@ def test_every_head_gives_every_parameter_a_gradient(head):
     model = build(head, num_labels=3).train()
     model(**example(head)).loss.backward()
     assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+
+
+@every_windowed
+def test_no_parameter_is_unused_where_the_window_sees_all(overrides):
+    # in distributed training, a parameter without gradient in one batch stops the run
+    model = build("LinformerForMaskedLM", **overrides).train()
+    for seq_len in (1, 6):
+        model.zero_grad()
+        model(**example("LinformerForMaskedLM", seq_len=seq_len)).loss.backward()
+        assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+
+
+@every_variant
+def test_every_module_runs_through_its_own_forward(overrides):
+    # what shards, moves or adapts weights hooks in there
+    model, called = build(**overrides), set()
+    owners = {n: m for n, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))}
+    for name, module in owners.items():
+        module.register_forward_hook(lambda *_, name=name: called.add(name))
+    model(random_ids(2, 61))
+    assert called == set(owners)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -852,8 +1198,8 @@ def test_a_copy_is_its_own(overrides):
     assert twin.lm_head.decoder.weight is twin.get_input_embeddings().weight
 
 
-@pytest.mark.parametrize("kind", ["linear", "mean_pooling"])
-def test_encoder_of_an_encoder_decoder(kind, tmp_path):
+@pytest.mark.parametrize("overrides", [{}, WINDOWED[0]], ids=variant_name)
+def test_encoder_of_an_encoder_decoder(overrides, tmp_path):
     decoder = BertLMHeadModel(
         BertConfig(
             vocab_size=53,
@@ -865,7 +1211,7 @@ def test_encoder_of_an_encoder_decoder(kind, tmp_path):
             add_cross_attention=True,
         )
     )
-    model = EncoderDecoderModel(encoder=build(projection_type=kind), decoder=decoder).eval()
+    model = EncoderDecoderModel(encoder=build(**overrides), decoder=decoder).eval()
     model.config.decoder_start_token_id, model.config.pad_token_id = 0, 1
     model.generation_config.decoder_start_token_id = 0
     ids, mask = random_ids(3, 61), mask_of("left", 3, 61)
@@ -882,20 +1228,24 @@ def test_encoder_of_an_encoder_decoder(kind, tmp_path):
     assert torch.equal(again(input_ids=ids, attention_mask=mask, labels=random_ids(3, 5)).logits, output.logits)
 
 
-@pytest.mark.parametrize("sharing", SHARINGS)
-def test_linear_layers_may_be_quantized(sharing):
-    model, ids, mask = build(projection_sharing=sharing), random_ids(2, 61), mask_of("holes", 2, 61)
+SHARING_OR_WINDOW = [{"projection_sharing": sharing} for sharing in SHARINGS] + WINDOWED[2:4]
+every_sharing_or_window = pytest.mark.parametrize("overrides", SHARING_OR_WINDOW, ids=variant_name)
+
+
+@every_sharing_or_window
+def test_linear_layers_may_be_quantized(overrides):
+    model, ids, mask = build(**overrides), random_ids(2, 61), mask_of("holes", 2, 61)
     small = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
     error = (small(ids, mask)[0] - model(ids, mask)[0])[mask.bool()]
     assert 0 < error.std() < 0.1
 
 
-@pytest.mark.parametrize("sharing", SHARINGS)
-def test_lora_acts_where_it_is_put(sharing):
+@every_sharing_or_window
+def test_lora_acts_where_it_is_put(overrides):
     peft = pytest.importorskip("peft")
     ids, mask = random_ids(2, 61), mask_of("holes", 2, 61)
     for target in ("query", "key", "value"):
-        model = build(CLASSES[2], num_labels=3, projection_sharing=sharing)
+        model = build(CLASSES[2], num_labels=3, **overrides)
         before = model(ids, mask).logits.detach()
         tuned = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", target_modules=[target], r=2)).eval()
         assert difference(tuned(ids, mask).logits, before) < TOLERANCE["float32"]
@@ -931,13 +1281,13 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("sharing", SHARINGS)
 def test_tensor_parallel(sharing, tmp_path):
     folders = []
-    for kind in TYPES:
+    for number, overrides in enumerate([*KINDS[: len(TYPES)], WINDOWED[0], WINDOWED[2], NO_SLOTS]):
         sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 36}
-        model = build(projection_type=kind, projection_sharing=sharing, **sizes)
+        model = build(**{**overrides, "projection_sharing": sharing}, **sizes)
         ids, mask = random_ids(2, 61), mask_of("left", 2, 61)
-        folders.append(str(tmp_path / kind))
+        folders.append(str(tmp_path / str(number)))
         model.save_pretrained(folders[-1])
-        torch.save((ids, mask, model(ids, mask)[0].detach()), tmp_path / kind / "expected.pt")
+        torch.save((ids, mask, model(ids, mask)[0].detach()), f"{folders[-1]}/expected.pt")
     (tmp_path / "script.py").write_text(TWO_PROCESSES)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     result = subprocess.run(
@@ -1001,11 +1351,17 @@ class CountingBackend:
         return graph.forward
 
 
-@pytest.mark.parametrize("masked", [True, False])
-@every_type
-def test_compiling_is_eager_and_is_done_at_most_three_times(kind, masked):
+@pytest.mark.parametrize(
+    ("overrides", "masked"),
+    [
+        *itertools.product(KINDS[: len(TYPES)], (True, False)),
+        *zip(WINDOWED[:2], (True, False), strict=True),
+        (NO_SLOTS, True),
+    ],
+)
+def test_compiling_is_eager_and_is_done_at_most_three_times(overrides, masked):
     torch._dynamo.reset()
-    model, backend = build(projection_type=kind, num_hidden_layers=1), CountingBackend()
+    model, backend = build(**one_layer(overrides)), CountingBackend()
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
     for batch, length in enumerate(COMPILE_LENGTHS, start=2):
         ids = random_ids(batch, length)
@@ -1032,13 +1388,13 @@ def test_compiling_each_sharing(sharing):
 
 
 @pytest.mark.slow
-@every_type
-def test_compiling_with_inductor_trains_the_same(kind):
+@every_kind
+def test_compiling_with_inductor_trains_the_same(overrides):
     torch._dynamo.reset()
     inputs = example("LinformerForMaskedLM", seq_len=61)
     results = []
     for use in (lambda m: m, lambda m: torch.compile(m, fullgraph=True, dynamic=True)):
-        model = build("LinformerForMaskedLM", projection_type=kind).train()
+        model = build("LinformerForMaskedLM", **overrides).train()
         loss = use(model)(**inputs).loss
         loss.backward()
         results.append([loss, *(p.grad for p in model.parameters())])
@@ -1055,9 +1411,9 @@ class Logits(torch.nn.Module):
         return self.model(input_ids, attention_mask).logits
 
 
-@every_type
-def test_an_exported_graph_is_right_at_other_lengths(kind):
-    model = build("LinformerForMaskedLM", projection_type=kind, num_hidden_layers=1)
+@pytest.mark.parametrize("overrides", [*KINDS[: len(TYPES) + 2], NO_SLOTS], ids=variant_name)
+def test_an_exported_graph_is_right_at_other_lengths(overrides):
+    model = build("LinformerForMaskedLM", **one_layer(overrides))
     sizes = {0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO}
     program = torch.export.export(
         Logits(model),
@@ -1086,32 +1442,47 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
+def widest(config):
+    """Numbers that the largest tensor may hold for each token."""
+    window, heads = config.local_attention_window, config.num_attention_heads
+    seen = 3 * window + config.num_global_tokens + config.projected_length
+    keys_of_blocks = -(-seen // window) * config.hidden_size if window else 0
+    return max(2 * config.hidden_size, config.intermediate_size, heads * seen, keys_of_blocks)
+
+
 @every_variant
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("masked", [True, False])
-def test_no_tensor_grows_faster_than_the_input(overrides, implementation, masked):
-    sizes = []
+def test_nothing_grows_faster_than_the_input(overrides, implementation, masked):
+    sizes, costs = [], []
     for length in (512, 2048):
-        model = build(**overrides, max_position_embeddings=length, num_hidden_layers=1)
+        model = build(**one_layer(overrides), max_position_embeddings=length)
         model.set_attn_implementation(implementation)
         ids = random_ids(2, length)
         mask = mask_of("right", 2, length) if masked else None
-        with LargestTensor() as largest:
+        with FlopCounterMode(display=False) as cost, LargestTensor() as largest:
             model(ids, mask)[0].square().mean().backward()
         sizes.append(largest)
+        costs.append(cost.get_total_flops())
     assert sizes[1].numel <= 4.05 * sizes[0].numel, (sizes[0].where, sizes[1].where)
-    assert sizes[1].numel <= 2 * 2048 * max(2 * TINY["hidden_size"], TINY["intermediate_size"]), sizes[1].where
+    assert 3.5 * costs[0] < costs[1] <= 4.05 * costs[0]
+    assert sizes[1].numel <= 2.05 * 2048 * widest(model.config), sizes[1].where  # the last block is filled up
 
 
-@pytest.mark.parametrize("norm_first", [False, True])
-def test_long_inputs_go_through_the_feed_forward_in_parts(norm_first, monkeypatch):
-    model = build(max_position_embeddings=512, num_hidden_layers=1, intermediate_size=200, norm_first=norm_first)
-    ids = random_ids(3, 501)
-    expected = model(ids)[0]
-    monkeypatch.setattr("linformer_hf.modeling_linformer.FEED_FORWARD_CHUNK", 128)
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("overrides", [{}, {"norm_first": True}, *WINDOWED[:4], NO_SLOTS], ids=variant_name)
+def test_long_inputs_are_taken_in_parts(overrides, masked, monkeypatch):
+    model = build(max_position_embeddings=512, num_hidden_layers=1, intermediate_size=200, **overrides)
+    model.set_attn_implementation("eager")
+    ids, mask = padded(3, 501, "holes") if masked else (random_ids(3, 501), None)
+    expected = model(ids, mask, output_attentions=True)
+    monkeypatch.setattr("linformer_hf.modeling_linformer.CHUNK", 128)
     with torch.no_grad(), LargestTensor() as largest:
-        assert difference(model(ids)[0], expected) < TOLERANCE["float32"]
-    assert largest.numel <= 3 * 501 * 2 * TINY["hidden_size"], largest.where
+        assert difference(model(ids, mask)[0], expected[0]) < TOLERANCE["float32"]
+    assert largest.numel <= 3 * 512 * max(2 * TINY["hidden_size"], widest(model.config) if overrides else 0)
+    with torch.no_grad():
+        attentions = model(ids, mask, output_attentions=True).attentions
+    assert difference(attentions[0], expected.attentions[0]) < TOLERANCE["float32"]
 
 
 def test_k_of_a_convolution_is_what_its_stride_gives():

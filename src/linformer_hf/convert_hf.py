@@ -1,40 +1,202 @@
-"""Makes a Linformer of a trained BERT or RoBERTa encoder of Transformers."""
+"""Makes a Linformer of a trained encoder of Transformers, with its head.
 
+    python -m linformer_hf.convert_hf SOURCE OUTPUT --max_position_embeddings 4096
+
+does so with a checkpoint, and `convert_encoder` with a model.
+"""
+
+import logging
 import re
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, get_args
 
 import torch
+import transformers
 from torch import nn
-from transformers import PreTrainedModel
-from transformers.utils import logging
+from transformers import AutoConfig, AutoTokenizer, HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
 
 from .configuration_linformer import LinformerConfig
-from .modeling_linformer import LinformerForMaskedLM, LinformerModel, LinformerPreTrainedModel
+from .healing import HealingArguments, calibrate
+from .modeling_linformer import (
+    LinformerForMaskedLM,
+    LinformerForMultipleChoice,
+    LinformerForQuestionAnswering,
+    LinformerForSequenceClassification,
+    LinformerForTokenClassification,
+    LinformerModel,
+    LinformerPreTrainedModel,
+)
 
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What becomes what
+# ---------------------------------------------------------------------------------------------------------------------
 
 # Names in the source's state dict, as regular expressions, and what they are called here; `None` leaves a tensor out.
-# The first row that fits counts. Layers and embeddings have RoBERTa's names in all three families.
-RENAMES: dict[str, list[tuple[str, str | None]]] = {
-    "bert": [
-        (r"(bert\.)?pooler\..*", None),  # this family has no pooler: an unused parameter stops distributed training
-        (r"cls\.seq_relationship\..*", None),  # next-sentence prediction
-        (r"cls\.predictions\.bias", None),  # the same tensor as decoder.bias
-        (r"cls\.predictions\.transform\.dense\.(.*)", r"lm_head.dense.\1"),
-        (r"cls\.predictions\.transform\.LayerNorm\.(.*)", r"lm_head.layer_norm.\1"),
-        (r"cls\.predictions\.decoder\.(.*)", r"lm_head.decoder.\1"),
-        (r"(?:bert\.)?((?:embeddings|encoder)\..*)", r"linformer.\1"),
-    ],
-    "roberta": [
-        (r"(roberta\.)?pooler\..*", None),
-        (r"lm_head\.bias", None),  # the same tensor as decoder.bias
-        (r"(lm_head\..*)", r"\1"),
-        (r"(?:roberta\.)?((?:embeddings|encoder)\..*)", r"linformer.\1"),
-    ],
+# The first row that fits counts.
+Rows = list[tuple[str, str | None]]
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a head of the source becomes.
+
+    Attributes:
+        target: The class here, which computes the same from the same weights.
+        rows: The names of the head's tensors.
+        always_gelu: Whether the source's code has "gelu" where `config.hidden_act` is used here.
+    """
+
+    target: type[LinformerPreTrainedModel]
+    rows: Rows
+    always_gelu: bool = False
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of sources.
+
+    Attributes:
+        stem: What the names of its classes begin with.
+        rows: The names of the encoder's tensors.
+        heads: Behind the stem, the rest of each class's name: what it becomes, or why it cannot be converted.
+        renamed_fields: Fields here that the source's configuration has under another name.
+        constants: Fields here that the source's code sets.
+        position_offset: Whether the first position's embedding lies behind that of the padding token's id.
+    """
+
+    stem: str
+    rows: Rows
+    heads: dict[str, Head | str]
+    renamed_fields: dict[str, str] = field(default_factory=dict)
+    constants: dict[str, Any] = field(default_factory=dict)
+    position_offset: bool = False
+
+
+_ENCODER = r"(?:bert\.|roberta\.|electra\.)?"  # the encoder's name in a model with a head
+_POSITIONS = "linformer.embeddings.position_embeddings.weight"
+_TOKEN_TYPES = "linformer.embeddings.token_type_embeddings.weight"
+
+BERT_ROWS: Rows = [
+    (_ENCODER + r"pooler\..*", None),  # this family has no pooler: an unused parameter stops distributed training
+    (_ENCODER + r"((?:embeddings|encoder)\..*)", r"linformer.\1"),
+]
+DISTILBERT_ROWS: Rows = [
+    (r"(?:distilbert\.)?(embeddings\..*)", r"linformer.\1"),
+    *(
+        (rf"(?:distilbert\.)?transformer\.(layer\.\d+)\.{theirs}\.(.*)", rf"linformer.encoder.\1.{ours}.\2")
+        for theirs, ours in {
+            r"attention\.q_lin": "attention.self.query",
+            r"attention\.k_lin": "attention.self.key",
+            r"attention\.v_lin": "attention.self.value",
+            r"attention\.out_lin": "attention.output.dense",
+            r"sa_layer_norm": "attention.output.LayerNorm",
+            r"ffn\.lin1": "intermediate.dense",
+            r"ffn\.lin2": "output.dense",
+            r"output_layer_norm": "output.LayerNorm",
+        }.items()
+    ),
+]
+
+BERT_LM_ROWS: Rows = [
+    (r"cls\.seq_relationship\..*", None),  # next-sentence prediction
+    (r"cls\.predictions\.bias", None),  # what counts is decoder.bias, with which it is tied or unused
+    (r"cls\.predictions\.transform\.dense\.(.*)", r"lm_head.dense.\1"),
+    (r"cls\.predictions\.transform\.LayerNorm\.(.*)", r"lm_head.layer_norm.\1"),
+    (r"cls\.predictions\.(decoder\..*)", r"lm_head.\1"),
+]
+ROBERTA_LM_ROWS: Rows = [(r"lm_head\.bias", None), (r"(lm_head\..*)", r"\1")]
+DISTILBERT_LM_ROWS: Rows = [
+    (r"vocab_transform\.(.*)", r"lm_head.dense.\1"),
+    (r"vocab_layer_norm\.(.*)", r"lm_head.layer_norm.\1"),
+    (r"vocab_projector\.(.*)", r"lm_head.decoder.\1"),
+]
+ELECTRA_LM_ROWS: Rows = [
+    (r"generator_predictions\.dense\.(.*)", r"lm_head.dense.\1"),
+    (r"generator_predictions\.LayerNorm\.(.*)", r"lm_head.layer_norm.\1"),
+    (r"generator_lm_head\.(.*)", r"lm_head.decoder.\1"),
+]
+# The source's pooler, dense and tanh of the first token, is the first half of a classification head here.
+POOLED_ROWS: Rows = [
+    (_ENCODER + r"pooler\.(dense\..*)", r"classifier.\1"),
+    (r"classifier\.(.*)", r"classifier.out_proj.\1"),
+]
+CLASSIFIER_ROWS: Rows = [(r"(classifier\..*)", r"\1")]
+
+# Heads that are the same in all families
+TOKEN_HEADS: dict[str, Head | str] = {
+    "Model": Head(LinformerModel, []),
+    "ForTokenClassification": Head(LinformerForTokenClassification, CLASSIFIER_ROWS),
+    "ForQuestionAnswering": Head(LinformerForQuestionAnswering, [(r"(qa_outputs\..*)", r"\1")]),
+}
+ROBERTA_HEADS: dict[str, Head | str] = {
+    **TOKEN_HEADS,
+    "ForMaskedLM": Head(LinformerForMaskedLM, ROBERTA_LM_ROWS, always_gelu=True),
+    "ForSequenceClassification": Head(LinformerForSequenceClassification, CLASSIFIER_ROWS),
+    "ForMultipleChoice": Head(LinformerForMultipleChoice, POOLED_ROWS),
 }
 
-# Configuration fields that mean the same in the source.
+FAMILIES: dict[str, Family] = {
+    "bert": Family(
+        stem="Bert",
+        rows=BERT_ROWS,
+        heads={
+            **TOKEN_HEADS,
+            "ForMaskedLM": Head(LinformerForMaskedLM, BERT_LM_ROWS),
+            "ForPreTraining": Head(LinformerForMaskedLM, BERT_LM_ROWS),
+            "ForSequenceClassification": Head(LinformerForSequenceClassification, POOLED_ROWS),
+            "ForMultipleChoice": Head(LinformerForMultipleChoice, POOLED_ROWS),
+        },
+    ),
+    "roberta": Family("Roberta", BERT_ROWS, ROBERTA_HEADS, position_offset=True),
+    "xlm-roberta": Family("XLMRoberta", BERT_ROWS, ROBERTA_HEADS, position_offset=True),
+    "camembert": Family("Camembert", BERT_ROWS, ROBERTA_HEADS, position_offset=True),
+    "distilbert": Family(
+        stem="DistilBert",
+        rows=DISTILBERT_ROWS,
+        heads={
+            **TOKEN_HEADS,
+            "ForMaskedLM": Head(LinformerForMaskedLM, DISTILBERT_LM_ROWS),
+            "ForSequenceClassification": "its head has ReLU where a Linformer's has tanh",
+            "ForMultipleChoice": "its head has ReLU where a Linformer's has tanh",
+        },
+        renamed_fields={
+            "intermediate_size": "hidden_dim",
+            "hidden_act": "activation",
+            "hidden_dropout_prob": "dropout",
+            "attention_probs_dropout_prob": "attention_dropout",
+        },
+        constants={"layer_norm_eps": 1e-12, "type_vocab_size": 2},  # it ignores the tokenizer's two token types
+    ),
+    "electra": Family(
+        stem="Electra",
+        rows=BERT_ROWS,
+        heads={
+            **TOKEN_HEADS,
+            "ForMaskedLM": Head(LinformerForMaskedLM, ELECTRA_LM_ROWS, always_gelu=True),
+            "ForPreTraining": Head(LinformerModel, [(r"discriminator_predictions\..*", None)]),
+            "ForSequenceClassification": "its head has gelu where a Linformer's has tanh",
+            "ForMultipleChoice": "its head has gelu where a Linformer's has tanh",
+        },
+    ),
+}
+
+# Why encoders that one might try cannot be converted
+_RELATIVE = "its relative positions need a score for each pair of tokens, n×n of them"
+_ROTARY = "its rotary positions turn the key of each token, but a projected position mixes tokens"
+_NARROW = "its embeddings are projected to the hidden size behind their LayerNorm, for which a Linformer has no place"
+_BLOCK = "its layers are not known to be BERT's"
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(("deberta", "deberta-v2", "mpnet", "xlnet", "funnel", "t5"), _RELATIVE),
+    **dict.fromkeys(("modernbert", "nomic_bert", "eurobert", "esm", "roformer"), _ROTARY),
+    **dict.fromkeys(("albert", "rembert"), _NARROW),
+}
+
+# Configuration fields that mean the same in the source
 KEPT_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -52,85 +214,113 @@ KEPT_FIELDS = (
     "eos_token_id",
     "classifier_dropout",
     "tie_word_embeddings",
+    "id2label",
+    "label2id",
+    "problem_type",
 )
+
+# The configuration's own fields and their types
+OPTIONS: dict[str, Any] = dict(LinformerConfig.__annotations__)
+
+# What a Linformer may have beside the source's tensors
+NEW_TENSORS = r"(.*\.)?((key|value|shared)_projection|(projected|local)_norm)\..*"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Conversion
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def convert_encoder(model: PreTrainedModel, **linformer_options: Any) -> LinformerPreTrainedModel:
-    """Makes a Linformer with the weights of a BERT or RoBERTa encoder or masked language model.
+    """Makes a Linformer with the weights, the head and the labels of a trained encoder.
 
-    The projections are mean pooling, so that inputs of up to k tokens give the source's outputs exactly, and longer
-    ones an approximation that further training improves. Only projections are new; the source is not changed.
+    By default, keys and values are pooled to 64 positions, and each token also sees the tokens of its own and of both
+    neighbouring blocks of 64 and the first token exactly. Inputs of up to 128 tokens then give the source's outputs
+    exactly, and longer ones an approximation that further training improves. Dropout may lie in other places: BERT's
+    pooler and DistilBERT's question answering differ from the heads here, in training only. Positions count real
+    tokens here, so that padding on the left changes nothing; with BERT, DistilBERT and ELECTRA it does.
 
     Args:
-        model: A `BertModel`, `BertForMaskedLM`, `BertForPreTraining`, `RobertaModel` or `RobertaForMaskedLM`.
-        **linformer_options: Fields of `LinformerConfig` that shall differ from the source's or from the defaults here,
-            `projection_type="mean_pooling"` and `projected_length=256` (or the longest input, if that is shorter).
+        model: A BERT (MiniLM and others are), RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT or ELECTRA encoder, bare or
+            with one of the heads in `FAMILIES`. Poolers without a classifier, next-sentence heads and ELECTRA's
+            discriminator are left out. The model is not changed.
+        **linformer_options: Fields of `LinformerConfig` that shall differ from the source's or from the defaults here:
+            `projection_type="mean_pooling"`, `projected_length=64`, `local_attention_window=64` and
+            `num_global_tokens=1`. Without a window, `local_attention_window=0`, `projected_length` is 256. All are at
+            most the longest input. A larger `max_position_embeddings` repeats the source's position embeddings.
 
     Returns:
-        A `LinformerForMaskedLM` if the source has a masked-LM head, else a `LinformerModel`; on the device, in the
-        dtype and in the mode of the source.
+        The model with the same head, on the device, in the dtype and in the mode of the source.
 
     Raises:
-        ValueError: If the source is of another family, is a decoder, has relative positions, holds tensors that have
-            no place here, or if an option would change the shape of a tensor.
+        ValueError: If the source is of another family or has a head that a Linformer would compute otherwise, is a
+            decoder, has relative positions, holds tensors that have no place here, or if an option is unknown, would
+            change the shape of a tensor or cut positions off. The message gives the reason.
 
     Example:
         ```python
         >>> from transformers import AutoModel
         >>> from linformer_hf.convert_hf import convert_encoder
 
-        >>> model = convert_encoder(AutoModel.from_pretrained("bert-base-uncased"), projected_length=128)
+        >>> model = convert_encoder(AutoModel.from_pretrained("bert-base-uncased"), max_position_embeddings=4096)
         ```
     """
     source: Any = getattr(model, "config", None)
-    if (family := getattr(source, "model_type", type(model).__name__)) not in RENAMES:
-        raise ValueError(f"`model` is a {family!r}, but must be one of {', '.join(map(repr, RENAMES))}")
-    if getattr(source, "is_decoder", False) or getattr(source, "add_cross_attention", False):
-        raise ValueError("`model` is a decoder, but a Linformer cannot be causal: convert an encoder")
-    if (positions := getattr(source, "position_embedding_type", None)) not in (None, "absolute"):
-        raise ValueError(f"`model` has {positions!r} positions, but must have 'absolute' ones: others need n×n scores")
+    family = _family(source, type(model).__name__)
+    head = _head(model, family)
+    if unknown := linformer_options.keys() - OPTIONS.keys() - set(KEPT_FIELDS):
+        raise ValueError(
+            f"{', '.join(sorted(unknown))} cannot be chosen here: give fields that `help(LinformerConfig)` describes; "
+            "device and dtype are the source's"
+        )
+    padding_index: Any = getattr(model.base_model.embeddings, "padding_idx", None)
+    state_dict, left_out = convert_state_dict(model.state_dict(), family, head, padding_index)
+    longest = len(state_dict[_POSITIONS])
 
-    state_dict, left_out = rename_state_dict(model.state_dict(), source.model_type)
-    position_key = "linformer.embeddings.position_embeddings.weight"
-    if source.model_type == "roberta":  # its positions start behind the padding token's id
-        embeddings: Any = model.base_model.embeddings
-        padding_index = embeddings.padding_idx
-        state_dict[position_key] = state_dict[position_key][0 if padding_index is None else padding_index + 1 :]
-    longest = len(state_dict[position_key])
-
-    options = {name: getattr(source, name) for name in KEPT_FIELDS if hasattr(source, name)}
-    options |= {"max_position_embeddings": longest, "projection_type": "mean_pooling"}
-    options |= {"projected_length": min(256, longest)} | linformer_options
-    has_head = any(name.startswith("lm_head.") for name in state_dict)
-    converted = (LinformerForMaskedLM if has_head else LinformerModel)(LinformerConfig(**options))
-    if not has_head:
+    names = {name: family.renamed_fields.get(name, name) for name in KEPT_FIELDS}
+    options = {name: getattr(source, theirs) for name, theirs in names.items() if hasattr(source, theirs)}
+    options |= family.constants | {"max_position_embeddings": longest} | linformer_options
+    if options["max_position_embeddings"] != longest:
+        state_dict[_POSITIONS] = tile_positions(state_dict[_POSITIONS], options["max_position_embeddings"])
+    config = LinformerConfig(**(_defaults(options) | options))
+    if head.always_gelu and config.hidden_act not in ("gelu", "gelu_python"):
+        raise ValueError(
+            f"`model` is a {type(model).__name__}, whose head has gelu whatever `hidden_act` is, but a Linformer's "
+            f"would have {config.hidden_act!r}: convert the encoder alone, `model.base_model`"
+        )
+    converted = head.target(config)
+    nn.Module.to(converted, device=model.device, dtype=model.dtype)
+    if isinstance(converted, LinformerModel):
         state_dict = {name.removeprefix("linformer."): tensor for name, tensor in state_dict.items()}
     new = _load(converted, state_dict)
-    logger.info(f"{len(state_dict)} tensors taken over; left out: {left_out or 'none'}; new: {new or 'none'}")
-    nn.Module.to(converted, device=model.device, dtype=model.dtype)
+    logger.info("%s becomes %s: %d tensors", type(model).__name__, type(converted).__name__, len(state_dict))
+    logger.info("left out: %s", ", ".join(left_out) or "none")
+    logger.info("new: %s", ", ".join(new) or "none")
     return converted.train(model.training)
 
 
-def rename_state_dict(
-    state_dict: dict[str, torch.Tensor], model_type: str
+def convert_state_dict(
+    state_dict: dict[str, torch.Tensor], family: Family, head: Head, padding_index: int | None = None
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Renames a state dict of a source family.
+    """Gives the tensors of a source the names that they have here.
 
     Args:
-        state_dict: The source's.
-        model_type: A key of `RENAMES`.
+        state_dict: The source's; it is not changed.
+        family: One of `FAMILIES`.
+        head: One of the family's.
+        padding_index: Where the first position's embedding lies behind the padding token's id, this id.
 
     Returns:
-        The tensors under the names of `LinformerForMaskedLM`, and the source's names that have no place in it.
+        The tensors under the names of `head.target` (those of the encoder with "linformer." before them), and the
+        source's names that have no place in it.
 
     Raises:
-        ValueError: If a name is in no row of the table.
+        ValueError: If a name is in no row of the tables.
     """
+    rows = head.rows + family.rows
     renamed, left_out, unknown = {}, [], []
     for name, tensor in state_dict.items():
-        match, target = next(
-            ((m, target) for row, target in RENAMES[model_type] if (m := re.fullmatch(row, name))), (None, None)
-        )
+        match, target = next(((m, target) for row, target in rows if (m := re.fullmatch(row, name))), (None, None))
         if match is None:
             unknown.append(name)
         elif target is None:
@@ -140,9 +330,77 @@ def rename_state_dict(
     if unknown:
         raise ValueError(
             f"`model` has tensors that a Linformer has no place for: {', '.join(unknown)}. Convert the encoder "
-            "(`model.base_model`) or a masked language model without further heads"
+            "(`model.base_model`) or a model without them"
         )
+    if family.position_offset and padding_index is not None:
+        renamed[_POSITIONS] = renamed[_POSITIONS][padding_index + 1 :]
+    if types := family.constants.get("type_vocab_size"):  # the source has no embeddings of token types
+        renamed[_TOKEN_TYPES] = renamed[_POSITIONS].new_zeros(types, renamed[_POSITIONS].shape[1])
     return renamed, left_out
+
+
+def tile_positions(weight: torch.Tensor, length: int) -> torch.Tensor:
+    """Repeats position embeddings, as Longformer was made from RoBERTa (https://arxiv.org/abs/2004.05150, section 5).
+
+    Args:
+        weight: (n, c).
+        length: How many positions the result has.
+
+    Returns:
+        (length, c), with position p as p mod n in `weight`.
+
+    Raises:
+        ValueError: If `length` is less than n.
+    """
+    if length < len(weight):
+        raise ValueError(
+            f"`max_position_embeddings` is {length}, but the source has {len(weight)} positions, which are not cut "
+            f"off: give at least {len(weight)}"
+        )
+    return weight[torch.arange(length, device=weight.device) % len(weight)]
+
+
+def _family(config: Any, name: str) -> Family:
+    """The family of a source with this configuration, if it can be converted; `name` is what it is called if none."""
+    model_type = getattr(config, "model_type", name)
+    if model_type not in FAMILIES:
+        reason = REFUSED.get(model_type, _BLOCK)
+        raise ValueError(f"`model` is a {model_type!r}; {reason}. One of {', '.join(FAMILIES)} can be converted")
+    if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
+        raise ValueError("`model` is a decoder, but a Linformer cannot be causal: convert an encoder")
+    if (positions := getattr(config, "position_embedding_type", None)) not in (None, "absolute"):
+        raise ValueError(f"`model` has {positions!r} positions, but must have 'absolute' ones: others need n×n scores")
+    if (width := getattr(config, "embedding_size", config.hidden_size)) != config.hidden_size:
+        raise ValueError(
+            f"`model` has an `embedding_size` of {width} and a `hidden_size` of {config.hidden_size}, but they must "
+            f"be equal: {_NARROW}"
+        )
+    return FAMILIES[model_type]
+
+
+def _head(model: PreTrainedModel, family: Family) -> Head:
+    """What the head of a source becomes."""
+    classes = [base.__name__ for base in type(model).__mro__]
+    name, head = next(
+        ((name, head) for name in classes for rest, head in family.heads.items() if name == family.stem + rest),
+        (classes[0], f"those of {', '.join(family.stem + rest for rest in family.heads)} can be converted"),
+    )
+    if isinstance(head, str):
+        raise ValueError(f"`model` is a {name}; {head}. Convert the encoder alone, `model.base_model`")
+    return head
+
+
+def _defaults(options: dict[str, Any]) -> dict[str, Any]:
+    """The values here of the fields that make a Linformer, given some of them and the longest input."""
+    longest = options["max_position_embeddings"]
+    window = options.get("local_attention_window", min(64, longest))
+    local = any(window) if isinstance(window, Sequence) else window > 0
+    return {
+        "projection_type": "mean_pooling",
+        "projected_length": min(64 if local else 256, longest),
+        "local_attention_window": window,
+        "num_global_tokens": 1 if local else 0,
+    }
 
 
 def _load(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> list[str]:
@@ -155,15 +413,188 @@ def _load(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> list[str]:
                 f"{tuple(own[name].shape) if name in own else 'no place'}: leave out the option that says so"
             )
     new = sorted(own.keys() - state_dict.keys())
-    if others := [name for name in new if "_projection." not in name]:
+    if others := [name for name in new if not re.fullmatch(NEW_TENSORS, name)]:
         raise ValueError(f"`model` lacks tensors that a Linformer needs: {', '.join(others)}")
     model.load_state_dict(state_dict, strict=False)
     if lost := [name for name, tensor in state_dict.items() if not torch.equal(own[name].to(tensor), tensor)]:
         raise ValueError(
             f"The source's {', '.join(lost)} would be lost, since `tie_word_embeddings=True` makes them the same "
-            "tensor as others that differ in the source: leave that option out"
+            "tensor as others that differ in the source: give `tie_word_embeddings=False`"
         )
     return new
 
 
-__all__ = ["convert_encoder", "rename_state_dict"]
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line
+# ---------------------------------------------------------------------------------------------------------------------
+
+# The Auto class for each choice of a head
+TASKS = {
+    "feature-extraction": "AutoModel",
+    "fill-mask": "AutoModelForMaskedLM",
+    "text-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+    "question-answering": "AutoModelForQuestionAnswering",
+    "multiple-choice": "AutoModelForMultipleChoice",
+}
+
+
+@dataclass
+class LinformerArguments:
+    """The fields of `LinformerConfig` that people set; those that are not given are as in `convert_encoder`."""
+
+    max_position_embeddings: int | None = field(
+        default=None, metadata={"help": "Longest input in tokens, if longer than the source's: positions repeat."}
+    )
+    projection_type: str | None = field(
+        default=None,
+        metadata={
+            "help": "How n tokens become k positions; mean_pooling if not given.",
+            "choices": get_args(OPTIONS["projection_type"]),
+        },
+    )
+    projection_sharing: str | None = field(
+        default=None,
+        metadata={
+            "help": "What shares a projection with weights; layerwise if not given.",
+            "choices": get_args(OPTIONS["projection_sharing"]),
+        },
+    )
+    projected_length: list[int] | None = field(
+        default=None, metadata={"help": "k, or one for each layer; 64 if not given, and 256 without a window."}
+    )
+    local_attention_window: list[int] | None = field(
+        default=None, metadata={"help": "Size of the blocks of exact attention, or one for each layer; 0 for none."}
+    )
+    num_global_tokens: int | None = field(
+        default=None, metadata={"help": "First tokens that see all and are seen by all; 1 if not given."}
+    )
+
+    def options(self) -> dict[str, Any]:
+        """What was given, for `convert_encoder`."""
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        return {n: v[0] if isinstance(v, list) and len(v) == 1 else v for n, v in given.items()}
+
+
+@dataclass
+class ConversionArguments:
+    """What is read and how it is written."""
+
+    task: str | None = field(
+        default=None,
+        metadata={"help": "Which head to convert; that of SOURCE's config.json if not given.", "choices": list(TASKS)},
+    )
+    dtype: str = field(default="auto", metadata={"help": "float32, bfloat16, float16, or the source's."})
+    overwrite_output_dir: bool = field(default=False, metadata={"help": "Replace what is in OUTPUT."})
+
+
+def load_source(source: str, task: str | None = None, dtype: str = "auto") -> PreTrainedModel:
+    """Loads a model to convert.
+
+    Args:
+        source: Folder or Hub name.
+        task: A key of `TASKS`, whose Auto class loads the model. Otherwise the class that the source's configuration
+            names does, or `AutoModel` where that is none of `FAMILIES`.
+        dtype: As `from_pretrained`.
+
+    Returns:
+        The model, in evaluation mode.
+
+    Raises:
+        ValueError: If it cannot be converted, or if the source lacks tensors, which would be random.
+    """
+    config = AutoConfig.from_pretrained(source)
+    family = _family(config, source)
+    classes = {family.stem + rest for rest in family.heads}
+    named = next((name for name in config.architectures or [] if name in classes), "AutoModel")
+    name = TASKS[task] if task else named
+    model, report = getattr(transformers, name).from_pretrained(source, dtype=dtype, output_loading_info=True)
+    _, left_out = convert_state_dict(model.state_dict(), family, _head(model, family))
+    if missing := sorted(set(report["missing_keys"]) - set(left_out)):
+        raise ValueError(
+            f"{source} has no {', '.join(missing)}, which would be random in a {type(model).__name__}: choose another "
+            f"--task ({', '.join(TASKS)})"
+        )
+    unused = sorted(report["unexpected_keys"])
+    if foreign := [name for name in unused if re.search(r"\blayer\.\d+\.", name)]:
+        raise ValueError(
+            f"{source} has {', '.join(foreign)}, which the layers of a {type(model).__name__} do not have: it is "
+            "another model, or its adapters have to be merged first"
+        )
+    logger.info("not used by %s: %s", type(model).__name__, ", ".join(unused) or "none")
+    return model
+
+
+def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer of a model to convert.
+
+    Args:
+        source: Folder or Hub name.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    # where there are no files, Transformers makes a tokenizer that knows nothing but special tokens
+    if not tokenizer.get_vocab().keys() - {str(token) for token in tokenizer.added_tokens_decoder.values()}:
+        raise ValueError(f"{source} has no tokenizer: add its files, or convert in Python with `convert_encoder`")
+    return tokenizer
+
+
+def check_output(source: str, output: str, overwrite: bool) -> None:
+    """Refuses a folder that holds something, unless it may be replaced and the source is not in it.
+
+    Args:
+        source: Folder or Hub name.
+        output: The folder to write.
+        overwrite: Whether what is there may be replaced.
+
+    Raises:
+        ValueError: If the folder cannot be used.
+    """
+    folder = Path(output)
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not overwrite):
+        raise ValueError(f"{output} is in use: choose another folder, or replace it with --overwrite_output_dir")
+    if Path(source).exists() and Path(source).resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"{output} holds the source, {source}, and would be replaced: choose another folder")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Converts and saves.
+
+    Args:
+        argv: The command line's arguments if None.
+    """
+    from .training import atomic_directory  # not above: it needs the packages of `linformer_hf[examples]`
+
+    parser = HfArgumentParser(
+        (LinformerArguments, ConversionArguments, HealingArguments),  # type: ignore[arg-type]  # a name of theirs for any dataclass
+        prog="python -m linformer_hf.convert_hf",
+        description="Makes a Linformer of a trained encoder of Transformers, with its head and its tokenizer.",
+    )
+    parser.add_argument("source", metavar="SOURCE", help="Folder or Hub name of the encoder.")
+    parser.add_argument("output", metavar="OUTPUT", help="Folder to write.")
+    linformer, arguments, healing, paths = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+    logging.basicConfig(format="%(message)s")
+    logger.setLevel(logging.INFO)
+
+    check_output(paths.source, paths.output, arguments.overwrite_output_dir)
+    tokenizer = load_tokenizer(paths.source)
+    source = load_source(paths.source, arguments.task, arguments.dtype)
+    converted = convert_encoder(source, **linformer.options())
+    tokenizer.model_max_length = converted.config.max_position_embeddings
+    calibrate(converted, source, tokenizer, healing)
+    with atomic_directory(paths.output) as temporary:
+        converted.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+    logger.info("saved in %s; the longest input has %d tokens", paths.output, tokenizer.model_max_length)
+
+
+__all__ = ["FAMILIES", "convert_encoder", "convert_state_dict", "load_source", "tile_positions"]
+
+
+if __name__ == "__main__":
+    main()

@@ -53,6 +53,9 @@ VARIANTS = {
     "MeanPooling": {"projection_type": "mean_pooling"},
     "MaxPooling": {"projection_type": "max_pooling"},
     "Convolution": {"projection_type": "convolution"},
+    # more tokens than two windows hold, so that there are several blocks
+    "LocalWindow": {"projection_type": "mean_pooling", "local_attention_window": 2, "num_global_tokens": 1},
+    "PureLocal": {"projected_length": 0, "local_attention_window": 3, "dual_layer_norm": True},
 }
 FLAGS = {
     # read by ModelTesterMixin
@@ -99,10 +102,12 @@ class LinformerModelTester:
         self.config_kwargs = {**TINY_CONFIG, **config_overrides}
         self.batch_size = 13
         self.seq_length = SEQ_LENGTH
-        self.key_length = PROJECTED_LENGTH  # last axis of `attentions`, read by the common tests
+        self.key_length = self.config_kwargs["projected_length"]  # last axis of `attentions`, read by the common tests
         if self.config_kwargs.get("projection_type") == "convolution":
             stride = -(-self.config_kwargs["max_position_embeddings"] // PROJECTED_LENGTH)
             self.key_length = -(-SEQ_LENGTH // stride)
+        self.key_length += 3 * self.config_kwargs.get("local_attention_window", 0)
+        self.key_length += self.config_kwargs.get("num_global_tokens", 0)
         self.is_training = True
         self.num_labels = 3
         self.num_choices = 4
@@ -140,6 +145,11 @@ class LinformerChecks:
 
     def test_config(self):
         self.config_tester.run_common_tests()
+
+    def test_retain_grad_hidden_states_attentions(self):
+        if self.variant.get("local_attention_window"):
+            self.skipTest("as Longformer's, these attentions are put together from blocks, behind the computation")
+        super().test_retain_grad_hidden_states_attentions()
 
     def test_model(self):
         t = self.model_tester

@@ -1,0 +1,268 @@
+import copy
+import math
+
+import pytest
+import torch
+from conftest import SHARINGS, TOLERANCE, difference
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForPreTraining,
+    BertModel,
+    BertTokenizer,
+    DistilBertConfig,
+    DistilBertForMaskedLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    RobertaForSequenceClassification,
+    RobertaModel,
+)
+
+from linformer_hf import healing
+from linformer_hf.convert_hf import convert_encoder
+from linformer_hf.projections_linformer import MatrixProjection, pooling_matrix
+
+
+WORDS = [chr(code) for code in range(97, 123)]
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+LENGTH = 48
+SIZES = {
+    "vocab_size": len(SPECIAL) + len(WORDS),
+    "hidden_size": 30,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "intermediate_size": 40,
+    "initializer_range": 0.2,
+}
+BERT = BertConfig(**SIZES, max_position_embeddings=LENGTH)
+ROBERTA = RobertaConfig(**SIZES, max_position_embeddings=LENGTH + 2, type_vocab_size=1, pad_token_id=1)
+DISTILBERT = DistilBertConfig(
+    vocab_size=31, dim=30, n_layers=2, n_heads=3, hidden_dim=40, max_position_embeddings=LENGTH, initializer_range=0.2
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return BertTokenizer(vocab={word: place for place, word in enumerate(SPECIAL + WORDS)})
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory):
+    """Words that follow one another in a random walk: something to learn."""
+    generator = torch.Generator().manual_seed(0)
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    places = torch.randint(-2, 4, (40, 100), generator=generator).cumsum(1) % len(WORDS)
+    path.write_text("\n\n".join(" ".join(WORDS[place] for place in row) for row in places.tolist()), "utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def windows(tokenizer, text_file):
+    return healing.calibration_windows(text_file, tokenizer, LENGTH)
+
+
+def make(source_class=BertModel, config=BERT):
+    torch.manual_seed(0)
+    return source_class(config)
+
+
+def without_window(source, **options):
+    torch.manual_seed(1)
+    return convert_encoder(source, local_attention_window=0, **{"projected_length": 12, **options})
+
+
+def weights(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def changed(before, model):
+    after = model.state_dict()
+    return {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Text
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_windows_hold_the_text_in_order(tokenizer, text_file, windows):
+    assert (windows[:, 0] == tokenizer.cls_token_id).all()
+    assert (windows[:, -1] == tokenizer.sep_token_id).all()
+    lines = text_file.read_text("utf-8").split("\n\n")
+    expected = [token for line in lines for token in (*tokenizer(line)["input_ids"][1:-1], tokenizer.sep_token_id)]
+    pieces = windows[:, 1:-1].flatten().tolist()
+    assert pieces == expected[: len(pieces)]
+    assert len(expected) - len(pieces) < LENGTH - 2
+
+
+@pytest.mark.parametrize(("text", "length"), [("", 10), ("a b c d", 10), ("a b c d e f g", 2)])
+def test_too_little_text_is_refused(tokenizer, tmp_path, text, length):
+    (tmp_path / "text.txt").write_text(text)
+    with pytest.raises(ValueError, match=f"do not fill two windows of {length}"):
+        healing.calibration_windows(tmp_path / "text.txt", tokenizer, length)
+
+
+def test_a_missing_text_is_refused(tokenizer, tmp_path):
+    with pytest.raises(ValueError, match=r"no calibration file .*none\.txt"):
+        healing.calibration_windows(tmp_path / "none.txt", tokenizer, 10)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Longer source
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source_class", "config"),
+    [(BertForMaskedLM, BERT), (RobertaModel, ROBERTA), (DistilBertForMaskedLM, DISTILBERT)],
+)
+def test_a_longer_source_is_the_source_up_to_its_length_and_repeats_its_positions(source_class, config, windows):
+    source = make(source_class, config).eval()
+    before = weights(source)
+    longer = healing.lengthen_source(source, 2 * LENGTH + 5)
+    assert not longer.training
+    assert longer.config._attn_implementation == "sdpa"
+    ours, theirs = (model(windows[:2], output_hidden_states=True).hidden_states for model in (longer, source))
+    for one, other in zip(ours, theirs, strict=True):
+        assert difference(one, other) <= TOLERANCE["float32"]
+    long_row = torch.cat([windows[:1], windows[:1], windows[:1, :5]], dim=1)
+    embedded = longer(long_row, output_hidden_states=True).hidden_states[0]
+    assert difference(embedded[:, LENGTH : 2 * LENGTH], embedded[:, :LENGTH]) <= TOLERANCE["float32"]
+    assert difference(embedded[:, 2 * LENGTH :], embedded[:, :5]) <= TOLERANCE["float32"]
+    assert changed(before, source) == set()
+    assert healing.lengthen_source(source, LENGTH) is source
+
+
+def test_a_longer_source_has_the_positions_of_a_longer_conversion():
+    source = make(RobertaModel, ROBERTA)
+    target = convert_encoder(source, max_position_embeddings=100)
+    longer = healing.lengthen_source(source, 100)
+    theirs = longer.embeddings.position_embeddings.weight[2:]
+    assert difference(target.embeddings.position_embeddings.weight, theirs) == TOLERANCE["exact"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Starts
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def energy_outside(matrix, gram):
+    """Share of the attention matrices' squared norm that the rows of (k, n) do not span."""
+    rest = torch.eye(gram.shape[-1], dtype=gram.dtype) - torch.linalg.pinv(matrix) @ matrix
+    return ((rest @ gram @ rest).trace() / gram.trace()).item()
+
+
+def matrices(model):
+    return {name: m.weight.detach() for name, m in model.named_modules() if isinstance(m, MatrixProjection)}
+
+
+@pytest.mark.parametrize("sharing", SHARINGS)
+def test_pooling_and_random_starts(sharing):
+    target = without_window(make(), projection_type="linear", projection_sharing=sharing)
+    before = weights(target)
+    healing.initialize_projections(target, "mean_pooling")
+    pooling = pooling_matrix(12, LENGTH)
+    found = matrices(target)
+    assert all(difference(matrix, pooling.expand_as(matrix)) == TOLERANCE["exact"] for matrix in found.values())
+    healing.initialize_projections(target, "random")
+    assert len({matrix.sum().item() for matrix in found.values()}) == len(found)  # E is not F
+    numbers = torch.cat([matrix.flatten() for matrix in found.values()])
+    assert abs(numbers.std().item() * 12**0.5 - 1) < 4 / math.sqrt(2 * len(numbers))
+    assert {name.rsplit(".", 1)[0] for name in changed(before, target)} == set(found)
+
+
+@pytest.mark.parametrize("sharing", SHARINGS)
+@pytest.mark.parametrize("method", ["identity", "spectral"])
+def test_k_equal_to_n_gives_the_source(sharing, method, windows):
+    source = make().eval()
+    target = without_window(
+        source, projection_type="linear", projection_sharing=sharing, projected_length=LENGTH
+    )
+    healing.initialize_projections(target, method, source, windows[:2])
+    ours, theirs = (model(windows[:2]).last_hidden_state for model in (target, source))
+    assert difference(ours, theirs) <= TOLERANCE["whole_model"]
+
+
+@pytest.mark.parametrize("sharing", SHARINGS)
+def test_spectral_rows_are_orthogonal_and_span_the_most_of_the_attention(sharing, windows):
+    source = make().train()
+    before, implementation = weights(source), source.config._attn_implementation
+    target = without_window(source, projection_type="linear", projection_sharing=sharing)
+    healing.initialize_projections(target, "spectral", source, windows[:8])
+    assert source.training
+    assert source.config._attn_implementation == implementation
+    assert changed(before, source) == set()
+
+    eager = copy.deepcopy(source).eval()
+    eager.set_attn_implementation("eager")
+    attentions = eager(windows[:8], output_attentions=True).attentions  # 2 layers of (b, h, n, n)
+    grams = torch.stack([torch.einsum("bhqn,bhqm->hnm", a, a) for a in attentions]).double()  # (2, h, n, n)
+    pooling = pooling_matrix(12, LENGTH).double()
+    for name, found in matrices(target).items():
+        layer = slice(None) if "shared" in name else int(name.split("layer.")[1].split(".")[0])
+        own = grams[layer] if sharing == "none" else grams[layer].flatten(0, -3).sum(0)[None]
+        for matrix, gram in zip(found.double().view(-1, 12, LENGTH), own, strict=True):
+            assert difference(matrix @ matrix.T, torch.eye(12).double() * 12 / LENGTH) <= TOLERANCE["float32"]
+            smallest = torch.linalg.eigvalsh(gram)[: LENGTH - 12].sum() / gram.trace()  # of all k×n matrices
+            outside = energy_outside(matrix, gram)
+            assert abs(outside - smallest.item()) <= TOLERANCE["float32"]
+            assert outside < 0.9 * energy_outside(pooling, gram)
+            # of all matrices with that span, it is close to pooling: no row has the opposite sign or another place
+            assert ((matrix * pooling).sum(1) > 0).all()
+
+
+def test_impossible_starts_are_refused(windows):
+    source = make()
+    linear = without_window(source, projection_type="linear")
+    with pytest.raises(ValueError, match="'mean_pooling', whose start cannot be chosen"):
+        healing.initialize_projections(without_window(source), "random")
+    with pytest.raises(ValueError, match="but they are 12, 48"):
+        healing.initialize_projections(linear, "identity")
+    with pytest.raises(ValueError, match="'pca' is no start.*spectral"):
+        healing.initialize_projections(linear, "pca")
+    for given in ((None, windows), (source, None), (source, windows[:, :20])):
+        with pytest.raises(ValueError, match="'spectral' needs the source and windows of .* = 48"):
+            healing.initialize_projections(linear, "spectral", *given)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Healing
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def heal(target, source, windows, tokenizer, steps=60, learning_rate=5e-3, **options):
+    return healing.heal(target, source, windows, tokenizer, steps, learning_rate=learning_rate, **options)
+
+
+@pytest.mark.parametrize(
+    ("source_class", "config"),
+    [
+        (BertModel, BERT),
+        (RobertaForSequenceClassification, ROBERTA),
+        (DistilBertForMaskedLM, DISTILBERT),
+        (BertForPreTraining, BERT),
+    ],
+)
+def test_healing_brings_held_out_text_closer(source_class, config, windows, tokenizer):
+    source = make(source_class, config).train()
+    target = without_window(source).train()
+    source_before = weights(source)
+    train, held_out = windows[:-10], windows[-10:]
+    before = healing.agreement(target, source, held_out, tokenizer)
+    losses = heal(target, source, train, tokenizer)
+    after = healing.agreement(target, source, held_out, tokenizer)
+    assert len(losses) == 60
+    assert len(after["layer_errors"]) == 2
+    for one, other in zip(after["layer_errors"], before["layer_errors"], strict=True):
+        assert one < 0.5 * other
+    assert changed(source_before, source) == set()
+    assert source.training
+    assert target.training
+    has_words = "Masked" in source_class.__name__ or "PreTraining" in source_class.__name__
+    assert ("target_loss" in before) == has_words
+    if has_words:
+        assert after["source_loss"] == before["source_loss"]
+        assert after["same_top1"] > before["same_top1"]
+        assert abs(after["target_loss"] - after["source_loss"]) < 0.5 * abs(
+            before["target_loss"] - before["source_loss"]
+        )
