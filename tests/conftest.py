@@ -61,7 +61,7 @@ def fill_with_noise(model, seed=0):
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        if "LayerNorm" in name or "layer_norm" in name:
+        if "norm" in name.lower():
             noise = 0.1 * noise + (1.0 if name.endswith("weight") else 0.0)
         elif name.endswith("bias"):
             noise = 0.1 * noise

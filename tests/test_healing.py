@@ -1,4 +1,5 @@
 import copy
+import itertools
 import math
 
 import pytest
@@ -10,10 +11,10 @@ from transformers import (
     BertForPreTraining,
     BertModel,
     BertTokenizer,
+    DataCollatorForLanguageModeling,
     DistilBertConfig,
     DistilBertForMaskedLM,
     RobertaConfig,
-    RobertaForMaskedLM,
     RobertaForSequenceClassification,
     RobertaModel,
 )
@@ -175,9 +176,7 @@ def test_pooling_and_random_starts(sharing):
 @pytest.mark.parametrize("method", ["identity", "spectral"])
 def test_k_equal_to_n_gives_the_source(sharing, method, windows):
     source = make().eval()
-    target = without_window(
-        source, projection_type="linear", projection_sharing=sharing, projected_length=LENGTH
-    )
+    target = without_window(source, projection_type="linear", projection_sharing=sharing, projected_length=LENGTH)
     healing.initialize_projections(target, method, source, windows[:2])
     ours, theirs = (model(windows[:2]).last_hidden_state for model in (target, source))
     assert difference(ours, theirs) <= TOLERANCE["whole_model"]
@@ -218,10 +217,10 @@ def test_impossible_starts_are_refused(windows):
         healing.initialize_projections(without_window(source), "random")
     with pytest.raises(ValueError, match="but they are 12, 48"):
         healing.initialize_projections(linear, "identity")
-    with pytest.raises(ValueError, match="'pca' is no start.*spectral"):
+    with pytest.raises(ValueError, match=r"'pca' is no start.*spectral"):
         healing.initialize_projections(linear, "pca")
     for given in ((None, windows), (source, None), (source, windows[:, :20])):
-        with pytest.raises(ValueError, match="'spectral' needs the source and windows of .* = 48"):
+        with pytest.raises(ValueError, match=r"'spectral' needs the source and windows of .* = 48"):
             healing.initialize_projections(linear, "spectral", *given)
 
 
@@ -245,7 +244,8 @@ def heal(target, source, windows, tokenizer, steps=60, learning_rate=5e-3, **opt
 )
 def test_healing_brings_held_out_text_closer(source_class, config, windows, tokenizer):
     source = make(source_class, config).train()
-    target = without_window(source).train()
+    target = without_window(source, projection_type="linear").train()
+    healing.initialize_projections(target, "random")
     source_before = weights(source)
     train, held_out = windows[:-10], windows[-10:]
     before = healing.agreement(target, source, held_out, tokenizer)
@@ -254,15 +254,189 @@ def test_healing_brings_held_out_text_closer(source_class, config, windows, toke
     assert len(losses) == 60
     assert len(after["layer_errors"]) == 2
     for one, other in zip(after["layer_errors"], before["layer_errors"], strict=True):
-        assert one < 0.5 * other
+        assert one < 0.55 * other
     assert changed(source_before, source) == set()
     assert source.training
     assert target.training
-    has_words = "Masked" in source_class.__name__ or "PreTraining" in source_class.__name__
+    has_words = source_class in (DistilBertForMaskedLM, BertForPreTraining)
     assert ("target_loss" in before) == has_words
     if has_words:
         assert after["source_loss"] == before["source_loss"]
-        assert after["same_top1"] > before["same_top1"]
-        assert abs(after["target_loss"] - after["source_loss"]) < 0.5 * abs(
-            before["target_loss"] - before["source_loss"]
-        )
+        assert after["same_top1"] > 2 * before["same_top1"]
+
+
+def test_pooling_without_weights_is_healed_too(windows, tokenizer):
+    source = make()
+    target = without_window(source)
+    before = healing.agreement(target, source, windows[-10:], tokenizer)["layer_errors"]
+    heal(target, source, windows[:-10], tokenizer)
+    after = healing.agreement(target, source, windows[-10:], tokenizer)["layer_errors"]
+    assert all(one < 0.8 * other for one, other in zip(after, before, strict=True))
+
+
+def test_an_exact_conversion_agrees_and_stays_so(windows, tokenizer):
+    source = make(BertForMaskedLM)
+    target = without_window(source, projected_length=LENGTH)
+    figures = healing.agreement(target, source, windows[:8], tokenizer)
+    assert max(figures["layer_errors"]) <= TOLERANCE["float32"]
+    assert figures["same_top1"] == 1
+    assert figures["target_top1"] == figures["source_top1"]
+    assert abs(figures["target_loss"] - figures["source_loss"]) <= TOLERANCE["float32"]
+
+
+def test_figures_are_those_of_plain_calls(windows, tokenizer):
+    source, held_out = make(BertForMaskedLM).eval(), windows[:6]
+    target = without_window(source)
+    figures = healing.agreement(target, source, held_out, tokenizer, batch_size=4, seed=5)
+    collator = DataCollatorForLanguageModeling(tokenizer, seed=5)
+    batches = [collator(list(rows)) for rows in held_out.split(4)]
+    input_ids, labels = (torch.cat([batch[name] for batch in batches]) for name in ("input_ids", "labels"))
+    ours, theirs = (model(input_ids, output_hidden_states=True) for model in (target, source))
+    for found, one, other in zip(
+        figures["layer_errors"], ours.hidden_states[1:], theirs.hidden_states[1:], strict=True
+    ):
+        assert found == pytest.approx(((one - other).norm() / other.norm()).item(), rel=1e-4)
+    masked = labels != -100
+    assert 0.05 < masked.float().mean() < 0.25
+    guess, wanted = (outputs.logits[masked].argmax(-1) for outputs in (ours, theirs))
+    loss = torch.nn.functional.cross_entropy(ours.logits[masked], labels[masked])
+    assert figures["target_loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert figures["target_top1"] == pytest.approx((guess == labels[masked]).float().mean().item())
+    assert figures["source_top1"] == pytest.approx((wanted == labels[masked]).float().mean().item())
+    assert figures["same_top1"] == pytest.approx((guess == wanted).float().mean().item())
+
+
+@pytest.mark.parametrize("sharing", SHARINGS)
+def test_projections_are_trained_first_and_alone(sharing, windows, tokenizer, monkeypatch):
+    source = make()
+    target = without_window(source, projection_type="linear", projection_sharing=sharing)
+    phases = healing._phases
+    monkeypatch.setattr(healing, "_phases", lambda *args: itertools.islice(phases(*args), 1))
+    before = weights(target)
+    assert len(heal(target, source, windows, tokenizer, steps=10)) == 2
+    assert changed(before, target) == {f"{name}.weight" for name in matrices(target)}
+    assert all(parameter.requires_grad for parameter in target.parameters())
+
+
+@pytest.mark.parametrize("options", [{"freeze_projections": True, "projection_type": "linear"}, {}])
+def test_without_projections_to_train_all_steps_are_for_the_rest(options, windows, tokenizer):
+    source = make()
+    target = without_window(source, **options)
+    before = weights(target)
+    heal(target, source, windows, tokenizer, steps=3)
+    left = {name for name in before if "_projection" in name}
+    assert changed(before, target).isdisjoint(left)
+    assert {name for name in before if "encoder.layer" in name} - left <= changed(before, target)
+
+
+def test_each_layer_learns_from_the_source_alone(windows, tokenizer):
+    source = make().eval()
+    target = without_window(source).eval()
+    batch = next(iter(healing._batches(target, source, windows, tokenizer, 4, 0)))
+
+    def errors(alone):
+        ours, theirs = healing._compare(target, source, batch, alone).squared_errors()
+        return (ours / theirs).detach()
+
+    together, alone = errors(False), errors(True)
+    assert difference(together[:1], alone[:1]) <= TOLERANCE["float32"]  # the first layer's input is the same
+    torch.nn.init.normal_(target.encoder.layer[0].output.dense.weight)
+    assert errors(False)[1] > 1.5 * together[1]
+    assert errors(True)[1] == alone[1]
+    assert not any(layer._forward_pre_hooks for layer in target.encoder.layer)
+
+
+def test_the_same_seed_gives_the_same_model(windows, tokenizer):
+    source = make(BertForMaskedLM)
+    models = []
+    for global_seed, seed in ((0, 3), (1, 3), (0, 4)):
+        target = without_window(source)
+        torch.manual_seed(global_seed)
+        heal(target, source, windows, tokenizer, steps=4, seed=seed)
+        models.append(weights(target))
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
+    assert not all(torch.equal(models[0][name], models[2][name]) for name in models[0])
+
+
+def test_healing_in_bfloat16_keeps_float32_weights(windows, tokenizer):
+    source = make(BertForMaskedLM)
+    target = without_window(source)
+    losses = heal(target, source, windows, tokenizer, steps=3, bf16=True)
+    assert all(math.isfinite(loss) for loss in losses)
+    assert {parameter.dtype for parameter in target.parameters()} == {torch.float32}
+
+
+def test_a_longer_conversion_is_healed_against_the_longer_source(tokenizer, text_file):
+    source = make(RobertaModel, ROBERTA)
+    target = convert_encoder(
+        source, max_position_embeddings=96, projected_length=12, local_attention_window=8, num_global_tokens=1
+    )
+    windows = healing.calibration_windows(text_file, tokenizer, 96)
+    with pytest.raises(
+        ValueError, match=r"have 96 tokens, but the target takes 96 and the source 48.*lengthen_source"
+    ):
+        heal(target, source, windows, tokenizer, steps=1)
+    longer = healing.lengthen_source(source, 96)
+    before = healing.agreement(target, longer, windows[-8:], tokenizer)["layer_errors"]
+    heal(target, longer, windows[:-8], tokenizer)
+    after = healing.agreement(target, longer, windows[-8:], tokenizer)["layer_errors"]
+    assert all(one < 0.9 * other for one, other in zip(after, before, strict=True))
+
+
+def test_impossible_healing_is_refused(windows, tokenizer):
+    source = make()
+    with pytest.raises(ValueError, match="`steps` is 0"):
+        heal(without_window(source), source, windows, tokenizer, steps=0)
+    with pytest.raises(ValueError, match=r"torch\.bfloat16, too coarse"):
+        heal(without_window(source).bfloat16(), source, windows, tokenizer, steps=1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_calibrate_does_what_the_arguments_say(tokenizer, text_file, caplog):
+    source = make(BertForMaskedLM)
+    target = convert_encoder(
+        source, projection_type="linear", projected_length=12, local_attention_window=0, max_position_embeddings=64
+    )
+    args = healing.HealingArguments(
+        projection_init="spectral", calibration_file=str(text_file), calibration_steps=30, learning_rate=5e-3
+    )
+    with caplog.at_level("INFO", logger="linformer_hf"):
+        figures = healing.calibrate(target, source, tokenizer, args)
+    assert list(figures) == ["before", "after"]
+    assert max(figures["after"]["layer_errors"]) < max(figures["before"]["layer_errors"])
+    table = caplog.messages[-1].splitlines()
+    assert table[0].split() == ["before", "after"]
+    assert len(table) == 1 + 5 + 2
+    last = f"{figures['before']['layer_errors'][1]:.4f} {figures['after']['layer_errors'][1]:.4f}"
+    assert " ".join(table[-1].split()) == f"relative error of layer 2 {last}"
+
+
+def test_held_out_windows_are_not_learned(tokenizer, text_file, windows, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(healing, "heal", lambda target, source, given, *args: seen.update(train=given))
+    monkeypatch.setattr(
+        healing, "agreement", lambda target, source, given, *args: seen.update(test=given) or {"layer_errors": []}
+    )
+    source = make()
+    args = healing.HealingArguments(calibration_file=str(text_file), calibration_steps=1)
+    healing.calibrate(without_window(source), source, tokenizer, args)
+    assert torch.equal(torch.cat([seen["train"], seen["test"]]), windows)
+    assert len(seen["test"]) == -(-len(windows) // 10)
+
+
+def test_calibrate_without_text_only_starts_projections(tokenizer):
+    source = make()
+    target = without_window(source, projection_type="linear")
+    args = healing.HealingArguments(projection_init="mean_pooling")
+    assert healing.calibrate(target, source, tokenizer, args) == {}
+    assert difference(target.encoder.shared_projection.weight, pooling_matrix(12, LENGTH)) == TOLERANCE["exact"]
+
+
+@pytest.mark.parametrize("flags", [{"calibration_steps": 5}, {"projection_init": "spectral"}])
+def test_arguments_that_need_text_are_refused_without(flags):
+    with pytest.raises(ValueError, match="give --calibration_file"):
+        healing.HealingArguments(**flags)

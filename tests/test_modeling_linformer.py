@@ -609,7 +609,7 @@ def test_window_at_every_length_is_the_reference_s(overrides):
             assert gap.abs().max() < TOLERANCE["float64"], length
 
 
-@pytest.mark.parametrize("window", [1, 7, 20, 31, 100])
+@pytest.mark.parametrize("window", [1, 20, 100])
 @pytest.mark.parametrize("num_global_tokens", [0, 1, 8, 61])
 @pytest.mark.parametrize("kind", ["linear", "mean_pooling", "convolution"])
 def test_any_number_of_global_tokens_is_the_reference_s(kind, window, num_global_tokens):
@@ -764,12 +764,13 @@ def test_attentions_where_the_window_sees_all_are_those_of_full_attention():
 
 @pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention"])
 @pytest.mark.parametrize("seq_len", [61, 8])
-@pytest.mark.parametrize("overrides", [WINDOWED[1], WINDOWED[4], NO_SLOTS], ids=variant_name)
-def test_backends_that_cannot_take_windows_are_refused(overrides, seq_len, implementation):
-    model = build(**overrides)
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # on all devices, not only where flex attention would crash
+@pytest.mark.parametrize("overrides", [*WINDOWED[:2], NO_SLOTS], ids=variant_name)
+def test_backends_that_cannot_take_windows_are_refused(overrides, device, seq_len, implementation):
+    model = build(**overrides).to(device)
     model.config._attn_implementation_internal = implementation
     with pytest.raises(ValueError, match=rf"(?s){implementation}.*local.*window.*sdpa"):
-        model(random_ids(2, seq_len))
+        model(inputs_embeds=torch.zeros(2, seq_len, 30, device=device))
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -1064,6 +1065,7 @@ def test_it_learns(kind):
 
 TASKS = {
     "masked LM": ("LinformerForMaskedLM", {}),
+    "masked LM with a window": ("LinformerForMaskedLM", WINDOWED[0]),
     "single label": ("LinformerForSequenceClassification", {"num_labels": 3}),
     "regression": ("LinformerForSequenceClassification", {"num_labels": 1}),
     "regression of three": ("LinformerForSequenceClassification", {"num_labels": 3, "problem_type": "regression"}),
@@ -1278,10 +1280,10 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharing", SHARINGS)
+@pytest.mark.parametrize("sharing", SHARINGS[1:])  # with a projection for each head there is no plan
 def test_tensor_parallel(sharing, tmp_path):
     folders = []
-    for number, overrides in enumerate([*KINDS[: len(TYPES)], WINDOWED[0], WINDOWED[2], NO_SLOTS]):
+    for number, overrides in enumerate([*KINDS[: len(TYPES)], WINDOWED[0], WINDOWED[1], NO_SLOTS]):
         sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 36}
         model = build(**{**overrides, "projection_sharing": sharing}, **sizes)
         ids, mask = random_ids(2, 61), mask_of("left", 2, 61)
@@ -1353,11 +1355,7 @@ class CountingBackend:
 
 @pytest.mark.parametrize(
     ("overrides", "masked"),
-    [
-        *itertools.product(KINDS[: len(TYPES)], (True, False)),
-        *zip(WINDOWED[:2], (True, False), strict=True),
-        (NO_SLOTS, True),
-    ],
+    [*itertools.product(KINDS[: len(TYPES)], (True, False)), (WINDOWED[0], True), (WINDOWED[1], False)],
 )
 def test_compiling_is_eager_and_is_done_at_most_three_times(overrides, masked):
     torch._dynamo.reset()

@@ -159,7 +159,7 @@ class Blocks(NamedTuple):
             return states[:, columns.clamp(min=0, max=states.shape[1] - 1)]
         after = (self.num_blocks + margin) * self.size - states.shape[1]
         padded = nn.functional.pad(states, (0, 0, margin * self.size, after))
-        return padded.view(len(states), -1, self.size, states.shape[2])
+        return padded.view(states.shape[0], -1, self.size, states.shape[2])
 
     def join(self, start: int, count: int, around: torch.Tensor, everywhere: list[torch.Tensor]) -> torch.Tensor:
         """What `count` blocks see, (b, count, keys, c): of `fold` with a margin, and of what all blocks see."""
@@ -306,7 +306,7 @@ class LinformerSelfAttention(nn.Module):
             *slots, slot_bias = self.project(tokens, lengths, shared_projection, exact, seen)
             for states, projected in zip(everywhere, slots, strict=True):
                 states.append(self.projected_norm(projected))
-            bias = torch.cat([bias.expand(len(slot_bias), -1, -1, -1), slot_bias], dim=-1)
+            bias = torch.cat([bias.expand(slot_bias.shape[0], -1, -1, -1), slot_bias], dim=-1)
 
         queries, around = blocks.fold(query), [blocks.fold(states, margin=blocks.reach) for states in (keys, values)]
         step = -(-CHUNK // (batch_size * blocks.size)) if in_chunks(tokens) else blocks.num_blocks
@@ -356,8 +356,8 @@ class LinformerSelfAttention(nn.Module):
             if is_flash_attention_requested(self.config) or (flex and (self.window or query.device.type == "cpu")):
                 raise ValueError(
                     f"`attn_implementation` is {self.config._attn_implementation!r}, which cannot add a bias to the "
-                    f"scores here as `projection_type={self.config.projection_type!r}` or a local window needs: use "
-                    "'sdpa'"
+                    f"scores here as `projection_type={self.config.projection_type!r}` with "
+                    f"`local_attention_window={self.window}` needs: use 'sdpa'"
                 )
             bias = bias.to(query.dtype).expand(-1, -1, query.shape[1], -1)
         output, probabilities = attention_interface(

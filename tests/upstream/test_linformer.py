@@ -53,9 +53,9 @@ VARIANTS = {
     "MeanPooling": {"projection_type": "mean_pooling"},
     "MaxPooling": {"projection_type": "max_pooling"},
     "Convolution": {"projection_type": "convolution"},
-    # more tokens than two windows hold, so that there are several blocks
+    # more tokens than two windows hold, so that there are several blocks, whose padded rows an exported graph has too
     "LocalWindow": {"projection_type": "mean_pooling", "local_attention_window": 2, "num_global_tokens": 1},
-    "PureLocal": {"projected_length": 0, "local_attention_window": 3, "dual_layer_norm": True},
+    "PureLocal": {"projected_length": 0, "local_attention_window": 2, "dual_layer_norm": True},
 }
 FLAGS = {
     # read by ModelTesterMixin
