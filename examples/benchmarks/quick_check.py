@@ -19,6 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -42,8 +43,9 @@ class Arguments:
     dtype: str = field(default="bfloat16", metadata={"help": "Number format of the models."})
 
 
-def linformer(length: int, args: Arguments) -> nn.Module:
-    config = LinformerConfig(**SIZES, max_position_embeddings=length, projected_length=args.projected_length)
+def linformer(length: int, args: Arguments, **options: Any) -> nn.Module:
+    options = {"projected_length": args.projected_length} | options
+    config = LinformerConfig(**SIZES, max_position_embeddings=length, **options)
     return LinformerModel(config).to(getattr(torch, args.dtype)).eval()
 
 
@@ -166,6 +168,10 @@ def main() -> None:
     runs = {str(length): partial(linformer(length, args), token_ids(length)) for length in (4096, 16384)}
     seconds = interleaved_medians(runs, args.repeats)
     report("time(16384) / time(4096)", seconds["16384"] / seconds["4096"], 4.4, at_least=False)
+    local = {"projection_type": "mean_pooling", "projected_length": 64, "local_attention_window": 64}
+    models = {"window": linformer(16384, args, **local, num_global_tokens=1), "plain": linformer(16384, args)}
+    seconds = interleaved_medians({name: partial(m, token_ids(16384)) for name, m in models.items()}, args.repeats)
+    report("time with w=64, k=64 / without window, n=16384", seconds["window"] / seconds["plain"], 1.5, at_least=False)
     if sys.platform == "linux":
         os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # else memory that was freed but kept would hide a part
         memory = {}

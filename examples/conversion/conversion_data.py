@@ -68,7 +68,7 @@ class CalibrationArguments(SharedArguments):
         default=0, metadata={"help": "Steps of healing each conversion on Wikipedia extracts that are not held out."}
     )
     calibration_batch_size: int = field(default=4, metadata={"help": "Blocks of full length for each step."})
-    calibration_learning_rate: float = field(default=1e-3, metadata={"help": "Highest one of the healing."})
+    calibration_learning_rate: float = field(default=5e-5, metadata={"help": "Highest one of the healing."})
     calibration_bf16: bool = field(default=False, metadata={"help": "Heal in bfloat16."})
 
     def calibration(self) -> dict[str, Any]:

@@ -218,16 +218,18 @@ def heal(
     tokenizer: PreTrainedTokenizerBase,
     steps: int,
     batch_size: int = 4,
-    learning_rate: float = 1e-3,
+    learning_rate: float = 5e-5,
     bf16: bool = False,
     seed: int = 0,
 ) -> list[float]:
     """Trains a converted model to have its source's hidden states after every layer.
 
-    The loss is the mean over the layers of |ours - theirs|² / |theirs|². If both have a masked-LM head, 15 % of the
-    tokens are masked, and the Kullback-Leibler divergence of the words' probabilities there is added. No dropout.
-    First, each layer is trained on its own, with the source's hidden states as its input, so that no layer learns
-    from the others' mistakes; then all together, as they are used. See `_phases`.
+    The loss is the mean over the layers of the relative squared error |ours - theirs|² / |theirs|². If both have a
+    masked-LM head, 15 % of the tokens are masked, and the Kullback-Leibler divergence of the words' probabilities
+    there is added. No dropout. First, projections with weights, then (without a window) all weights are trained with
+    the source's hidden states as each layer's input, so that no layer learns from the others' mistakes. Last, all
+    layers are trained together as they are used; then the relative squared error of the mean over each window's
+    last hidden states is added: it hardly counts among the tokens' errors, but is what embeddings are made of.
 
     Args:
         target: The converted model; it is changed.
@@ -236,7 +238,7 @@ def heal(
         tokenizer: Knows the mask token.
         steps: Optimizer steps of all phases together.
         batch_size: Windows of each step.
-        learning_rate: Highest one of AdamW while layers are trained on their own; the last phase has a share of it.
+        learning_rate: Highest one of AdamW while all layers are trained together; 20 times that before.
         bf16: Whether to compute in bfloat16 where autocast does; the weights stay as they are.
         seed: Of the order of the windows and of the masks.
 
@@ -261,7 +263,7 @@ def heal(
             for _ in range(num_steps):
                 with torch.autocast(target.device.type, torch.bfloat16, enabled=bf16):
                     outputs = _compare(target, source, next(batches), alone)
-                    loss = outputs.loss()
+                    loss = outputs.loss(pooled=not alone)
                 loss.backward(inputs=parameters)
                 nn.utils.clip_grad_norm_(parameters, 1.0)
                 optimizer.step()
@@ -273,17 +275,17 @@ def heal(
     return losses
 
 
-def _phases(target: nn.Module, steps: int) -> Iterator[tuple[list[nn.Parameter], int, float, bool]]:
-    """What is trained, for how many steps, at which share of the learning rate, and whether each layer on its own."""
+def _phases(target: LinformerPreTrainedModel, steps: int) -> Iterator[tuple[list[nn.Parameter], int, float, bool]]:
+    """What is trained, for how many steps, at how many times the learning rate, and whether each layer on its own."""
     everything = [parameter for parameter in target.parameters() if parameter.requires_grad]
     modules = [module for module in target.modules() if isinstance(module, Projection)]
     projections = [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
     first = steps // 5 if projections else 0
-    last = (steps - first) // 3
-    if first:
-        yield projections, first, 1.0, True
-    yield everything, steps - first - last, 1.0, True
-    yield everything, last, 0.3, False
+    # with a window, layers start nearly right, and so large steps on their own make them worse
+    second = 0 if any(target.config.local_attention_windows) else (steps - first) // 2
+    phases = [(projections, first, 20.0, True), (everything, second, 20.0, True)]
+    phases.append((everything, steps - first - second, 1.0, False))
+    yield from (phase for phase in phases if phase[1])
 
 
 @torch.no_grad()
@@ -346,10 +348,15 @@ class _Outputs:
         ]
         return torch.stack([torch.stack(column) for column in zip(*norms, strict=True)])
 
-    def loss(self) -> torch.Tensor:
-        """The loss of `heal`."""
+    def loss(self, pooled: bool) -> torch.Tensor:
+        """The loss of `heal`; `pooled` adds the error of the means over tokens."""
         errors, norms = self.squared_errors()
         loss = (errors / norms).mean()
+        if pooled:
+            ours, theirs = (states.float().mean(dim=1) for states in self.states[-1])
+            # relative to how windows differ, which says more than what all have in common; a lone one differs from 0
+            common = theirs.mean(dim=0) if len(theirs) > 1 else 0.0
+            loss = loss + (ours - theirs).square().sum() / (theirs - common).square().sum()
         if self.words is None:
             return loss
         ours, theirs = (logits.float().log_softmax(-1) for logits in self.words[:2])
@@ -473,7 +480,7 @@ class HealingArguments:
         default=None, metadata={"help": "Tokens of a window of that text; the longest input if not given."}
     )
     batch_size: int = field(default=4, metadata={"help": "Windows of each step."})
-    learning_rate: float = field(default=1e-3, metadata={"help": "Highest one of these steps."})
+    learning_rate: float = field(default=5e-5, metadata={"help": "Highest one while all layers are trained together."})
     bf16: bool = field(default=False, metadata={"help": "Compute these steps in bfloat16."})
     seed: int = field(default=0, metadata={"help": "Of the order of the windows and of the masks."})
 
