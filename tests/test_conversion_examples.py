@@ -114,7 +114,7 @@ def test_agreement_is_better_after_healing(folder, tmp_path, few_extracts):
     options += ["--projection_inits", "mean_pooling", "spectral"]
     before = agreement.main(options)["records"]
     assert before[0]["extracts_layer_errors"] != before[1]["extracts_layer_errors"]  # another start
-    after = agreement.main([*options, "--calibration_steps", "10"])["records"]
+    after = agreement.main([*options, "--calibration_steps", "10", "--calibration_learning_rate", "1e-3"])["records"]
     assert after[:2] == before
     for healed, conversion in zip(after[2:], before, strict=True):
         assert healed["projection_init"] == conversion["projection_init"]

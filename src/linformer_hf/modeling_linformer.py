@@ -119,9 +119,8 @@ class Blocks(NamedTuple):
     @classmethod
     def cut(cls, length: int, window: int, num_global_tokens: int) -> "Blocks":
         """Blocks of `window` tokens; one of all tokens where each would see all of them."""
-        if (
-            torch.compiler.is_exporting()
-        ):  # one graph for all lengths, of at least two blocks, since 1 is special to it
+        if torch.compiler.is_exporting():
+            # one graph for all lengths, with a block too many, since one block alone would be a case of its own
             return cls(window, 1, (length + 2 * window - 1) // window, num_global_tokens)
         num_global = min(num_global_tokens, length)
         if length <= 2 * window:
