@@ -1,5 +1,6 @@
 import json
 import logging
+import random
 
 import pytest
 import torch
@@ -376,6 +377,19 @@ def test_command_line(model_type, rest, tmp_path, caplog):
     assert len(ours(" ".join("abc" * 50), truncation=True)["input_ids"]) == 100
     code = {path.name for path in (tmp_path / "new").glob("*.py")}
     assert code == {f"{name}_linformer.py" for name in ("configuration", "modeling", "projections")}
+
+
+def test_command_line_heals_and_reports(tmp_path, caplog):
+    source = save_source(tmp_path / "source", rest="ForMaskedLM")
+    (tmp_path / "text.txt").write_text(" ".join(random.Random(0).choices(WORDS[5:], k=600)))
+    options = f"--projected_length 5 --local_attention_window 0 --calibration_file {tmp_path / 'text.txt'}"
+    main([str(tmp_path / "source"), str(tmp_path / "new"), *options.split(), "--calibration_steps", "2"])
+    (report,) = (message for message in caplog.messages if message.split()[:2] == ["before", "after"])
+    assert "source_top1" in report
+    assert "relative error of layer 1" in report
+    healed = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "new").state_dict()
+    converted = convert_encoder(source, projected_length=5, local_attention_window=0).state_dict()
+    assert any(not torch.equal(healed[name], tensor) for name, tensor in converted.items())
 
 
 def test_command_line_loads_what_the_configuration_names(tmp_path):

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
 
 from .configuration_linformer import LinformerConfig
-from .healing import HealingArguments, calibrate
+from .healing import HealingArguments, calibrate, tile_positions
 from .modeling_linformer import (
     LinformerForMaskedLM,
     LinformerForMultipleChoice,
@@ -339,27 +339,6 @@ def convert_state_dict(
     return renamed, left_out
 
 
-def tile_positions(weight: torch.Tensor, length: int) -> torch.Tensor:
-    """Repeats position embeddings, as Longformer was made from RoBERTa (https://arxiv.org/abs/2004.05150, section 5).
-
-    Args:
-        weight: (n, c).
-        length: How many positions the result has.
-
-    Returns:
-        (length, c), with position p as p mod n in `weight`.
-
-    Raises:
-        ValueError: If `length` is less than n.
-    """
-    if length < len(weight):
-        raise ValueError(
-            f"`max_position_embeddings` is {length}, but the source has {len(weight)} positions, which are not cut "
-            f"off: give at least {len(weight)}"
-        )
-    return weight[torch.arange(length, device=weight.device) % len(weight)]
-
-
 def _family(config: Any, name: str) -> Family:
     """The family of a source with this configuration, if it can be converted; `name` is what it is called if none."""
     model_type = getattr(config, "model_type", name)
@@ -579,7 +558,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("output", metavar="OUTPUT", help="Folder to write.")
     linformer, arguments, healing, paths = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
     logging.basicConfig(format="%(message)s")
-    logger.setLevel(logging.INFO)
+    for name in (__name__, __package__):  # as a script, this module is `__main__`
+        logging.getLogger(name).setLevel(logging.INFO)
 
     check_output(paths.source, paths.output, arguments.overwrite_output_dir)
     tokenizer = load_tokenizer(paths.source)

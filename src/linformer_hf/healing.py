@@ -67,6 +67,27 @@ def calibration_windows(path: str | Path, tokenizer: PreTrainedTokenizerBase, le
     return F.pad(F.pad(pieces, (1, 0), value=first), (0, 1), value=last)
 
 
+def tile_positions(weight: torch.Tensor, length: int) -> torch.Tensor:
+    """Repeats position embeddings, as Longformer was made from RoBERTa (https://arxiv.org/abs/2004.05150, section 5).
+
+    Args:
+        weight: (n, c).
+        length: How many positions the result has.
+
+    Returns:
+        (length, c), with position p as p mod n in `weight`.
+
+    Raises:
+        ValueError: If `length` is less than n.
+    """
+    if length < len(weight):
+        raise ValueError(
+            f"`max_position_embeddings` is {length}, but the source has {len(weight)} positions, which are not cut "
+            f"off: give at least {len(weight)}"
+        )
+    return weight[torch.arange(length, device=weight.device) % len(weight)]
+
+
 def lengthen_source(source: PreTrainedModel, length: int) -> PreTrainedModel:
     """The source with more positions and full attention (sdpa): what a longer target shall agree with.
 
@@ -75,20 +96,18 @@ def lengthen_source(source: PreTrainedModel, length: int) -> PreTrainedModel:
         length: Positions that it shall have, without RoBERTa's offset.
 
     Returns:
-        A copy whose position p is the source's p mod n, as in Longformer's conversion of RoBERTa
-        (https://arxiv.org/abs/2004.05150, section 5), or the source itself if it is long enough.
+        A copy with `tile_positions`, or the source itself if it is long enough.
     """
     positions, name = _positions(source)
     if length <= len(positions):
         return source
     weights = source.state_dict()
     others = weights[name][: len(weights[name]) - len(positions)]
-    repeated = positions[torch.arange(length, device=positions.device) % len(positions)]
     config = copy.deepcopy(source.config)
     config.max_position_embeddings = len(others) + length
     longer = type(source)(config)
     nn.Module.to(longer, device=source.device, dtype=source.dtype)
-    longer.load_state_dict(weights | {name: torch.cat([others, repeated])})
+    longer.load_state_dict(weights | {name: torch.cat([others, tile_positions(positions, length)])})
     longer.set_attn_implementation("sdpa")
     return longer.train(source.training)
 
@@ -558,4 +577,5 @@ __all__ = [
     "initialize_projections",
     "lengthen_source",
     "spectral_matrix",
+    "tile_positions",
 ]
