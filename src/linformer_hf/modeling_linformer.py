@@ -122,10 +122,9 @@ class Blocks(NamedTuple):
         if torch.compiler.is_exporting():
             # one graph for all lengths, with a block too many, since one block alone would be a case of its own
             return cls(window, 1, (length + 2 * window - 1) // window, num_global_tokens)
-        num_global = min(num_global_tokens, length)
         if length <= 2 * window:
-            return cls(length, 0, 1, num_global)
-        return cls(window, 1, (length + window - 1) // window, num_global)
+            return cls(length, 0, 1, 0)
+        return cls(window, 1, (length + window - 1) // window, min(num_global_tokens, length))
 
     def windows(self, device: torch.device) -> torch.Tensor:
         """(blocks, 2), the first token and the end of a block with its neighbours; not all of them need exist."""
@@ -221,6 +220,7 @@ class LinformerSelfAttention(nn.Module):
         self.key_projection = build_projection(config, layer_idx, role=0) if projects and not layerwise else None
         self.value_projection = build_projection(config, layer_idx, role=1) if projects and separate else None
         dual = config.dual_layer_norm and self.window > 0
+        self.slots_have_weights = has_weights or dual
         self.local_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if dual else nn.Identity()
         self.projected_norm = (
             nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps) if dual and projects else nn.Identity()
@@ -237,7 +237,8 @@ class LinformerSelfAttention(nn.Module):
 
         They are (b, h, n, k). With a local window they are (b, h, n, 3w + g + k), over the three blocks of tokens
         around each query, the global tokens and the projected positions, and 0 in the rows of global tokens, which
-        attend to all n. Inputs of n <= 2w tokens are one block without neighbours: (b, h, n, n + g + k).
+        attend to all n. Inputs of n <= 2w tokens get full attention: (b, h, n, n), and k zeros behind
+        them where projected positions have weights, of `linear` and `convolution` or `dual_layer_norm`.
         """
         tokens, lengths = hidden_states, None
         if padding is not None:
@@ -299,7 +300,8 @@ class LinformerSelfAttention(nn.Module):
         query, (keys, values) = self.query(tokens), (self.local_norm(states) for states in exact)
         # what all blocks see
         everywhere = [[states[:, : blocks.num_global]] for states in (keys, values)]
-        if self.projects:
+        # one block sees all tokens itself, and projected positions are there only so that weights get a gradient
+        if self.projects and (blocks.reach or self.slots_have_weights):
             seen = blocks.seen(tokens.device)
             slot_bias: Any
             *slots, slot_bias = self.project(tokens, lengths, shared_projection, exact, seen)
@@ -326,7 +328,7 @@ class LinformerSelfAttention(nn.Module):
         columns = torch.arange(length, device=tokens.device)
         output = output[:, columns] if torch.compiler.is_exporting() else output[:, :length]
         weights = torch.cat(probabilities, dim=2)[:, :, :length] if probabilities else None
-        if blocks.num_global and blocks.reach:
+        if blocks.num_global:
             row_bias = None
             if lengths is not None:
                 row_bias = mask_bias(columns < lengths.clamp(min=1), tokens.dtype)[:, None, None]
