@@ -121,6 +121,27 @@ def test_agreement_is_better_after_healing(folder, tmp_path, few_extracts):
         assert sum(healed["extracts_layer_errors"]) < 0.95 * sum(conversion["extracts_layer_errors"])
 
 
+def test_healing_on_other_speeches(folder, speeches, tmp_path, few_extracts, monkeypatch):
+    options = flags(tmp_path, "--model_name_or_path", folder, "--speeches_file", speeches, "--num_windows", 3)
+    options += ["--window_length", N, "--projection_types", "linear", "--projected_lengths", "8"]
+    options += ["--local_attention_windows", "0", "--projection_inits", "mean_pooling", "--calibration_steps", "2"]
+    options = list(map(str, options))
+    healed_on = []
+    heal = conversion_data.heal
+    monkeypatch.setattr(conversion_data, "heal", lambda *args: (healed_on.append(args[2]), heal(*args)))
+    agreement.main(options)
+    (record,) = agreement.main([*options, "--calibration_speeches"])["records"][1:]
+    assert record["calibration_speeches"]
+
+    texts = conversion_data.read_texts(speeches)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    expected = [torch.tensor(conversion_data.packed(tokenizer, [texts[2], texts[4]], N))]  # of 0, 1, 3 are the windows
+    extracts, both = healed_on
+    assert torch.equal(both, torch.cat([*expected, extracts[: len(expected[0])]]))
+    with pytest.raises(ValueError, match="--speeches_file None"):
+        agreement.main([*flags(tmp_path, "--calibration_speeches"), "--calibration_steps", "1"])
+
+
 def test_retrieval_finds_a_half_that_is_the_same(folder, speeches, tmp_path):
     options = flags(tmp_path, "--model_name_or_path", folder, "--speeches_file", speeches)
     options += ["--max_position_embeddings", str(2 * N), "--settings", "projected_length=8,local_attention_window=8"]

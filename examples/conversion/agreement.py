@@ -35,6 +35,10 @@ class Arguments(conversion_data.CalibrationArguments):
         default=None, metadata={"help": "Source; the packaged MiniLM if not given."}
     )
     speeches_file: str | None = field(default=None, metadata={"help": "Long texts, jsonl or txt, may be .xz."})
+    calibration_speeches: bool = field(
+        default=False,
+        metadata={"help": "Heal on the speeches of which no window is taken, and on as many extracts."},
+    )
     num_windows: int = field(default=200, metadata={"help": "Windows, each of another speech."})
     window_length: int = field(default=500, metadata={"help": "Tokens of a window, special ones included."})
     projection_types: list[str] = field(
@@ -128,14 +132,20 @@ class Reference:
         }
 
 
+def split_speeches(args: Arguments) -> tuple[list[str], list[str]]:
+    """The speeches of which windows are taken, of all times, and the others."""
+    speeches = conversion_data.read_texts(args.speeches_file)
+    count = min(args.num_windows, len(speeches))
+    places = [place * len(speeches) // count for place in range(count)]
+    return [speeches[place] for place in places], [s for place, s in enumerate(speeches) if place not in places]
+
+
 def held_out_texts(args: Arguments, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[list[int]]]:
     """Token ids of the extracts and, where there is a file, of the windows of speeches."""
     _, extracts = conversion_data.wikipedia_extracts()
     texts = {"extracts": [ids[: args.window_length - 2] for ids in conversion_data.tokenize(tokenizer, extracts)]}
     if args.speeches_file:
-        speeches = conversion_data.read_texts(args.speeches_file)
-        count = min(args.num_windows, len(speeches))
-        chosen = [speeches[place * len(speeches) // count] for place in range(count)]  # of all times
+        chosen, _ = split_speeches(args)
         texts["speeches"] = [
             ids[max(0, len(ids) - args.window_length) // 2 :][: args.window_length - 2]
             for ids in conversion_data.tokenize(tokenizer, chosen)
@@ -151,6 +161,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     torch.set_num_threads(args.threads)
     records = conversion_data.Records(args.output_file)
     shared = {"max_texts": args.max_texts, **args.calibration()}
+    others = None
+    if args.calibration_speeches:
+        shared["calibration_speeches"] = True
+        _, others = split_speeches(args)
     runs = records.missing([{**options, **shared} for options in settings(args)])
     source, tokenizer = conversion_data.load_encoder(args.model_name_or_path)
     references = {
@@ -160,7 +174,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     for run in tqdm(runs, desc="settings"):
         options = {name: value for name, value in run.items() if name not in shared}
         start = time.perf_counter()
-        model = conversion_data.convert(source, tokenizer, args, **options)
+        model = conversion_data.convert(source, tokenizer, args, texts=others, **options)
         seconds = time.perf_counter() - start
         figures = {
             f"{name}_{figure}": value

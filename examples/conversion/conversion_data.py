@@ -161,11 +161,21 @@ def training_blocks(tokenizer: PreTrainedTokenizerBase, length: int) -> torch.Te
     return torch.tensor(packed(tokenizer, wikipedia_extracts()[0], length))
 
 
+def calibration_blocks(tokenizer: PreTrainedTokenizerBase, length: int, texts: list[str]) -> torch.Tensor:
+    """What to heal on: the extracts that are not held out, or `texts` and as many blocks of extracts."""
+    extracts = training_blocks(tokenizer, length)
+    if not texts:
+        return extracts
+    blocks = torch.tensor(packed(tokenizer, texts, length))
+    return torch.cat([blocks, extracts[: len(blocks)]])
+
+
 def convert(
     source: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     args: CalibrationArguments,
     projection_init: str | None = None,
+    texts: list[str] | None = None,
     **options: Any,
 ) -> PreTrainedModel:
     """Converts a BERT, starts its projections and heals it.
@@ -175,6 +185,7 @@ def convert(
         tokenizer: Its tokenizer.
         args: Say how to heal.
         projection_init: For `initialize_projections`; None leaves the projections as they are.
+        texts: To heal on, beside the extracts.
         **options: For `convert_encoder`.
 
     Returns:
@@ -183,7 +194,7 @@ def convert(
     model = convert_encoder(source, **options)
     if projection_init is None and not args.calibration_steps:
         return model
-    blocks = training_blocks(tokenizer, source.config.max_position_embeddings)
+    blocks = calibration_blocks(tokenizer, source.config.max_position_embeddings, texts or [])
     if projection_init is not None:
         initialize_projections(model, projection_init, source, blocks[:SPECTRAL_WINDOWS])
     if args.calibration_steps:
