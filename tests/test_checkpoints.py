@@ -1,4 +1,3 @@
-import argparse
 import itertools
 import json
 import os
@@ -24,7 +23,6 @@ from conftest import (
     tiny_config,
 )
 from safetensors import safe_open
-from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForMaskedLM
 
 import linformer_hf
@@ -32,7 +30,6 @@ from linformer_hf import LinformerForMaskedLM, LinformerModel
 
 
 CODE = {"configuration_linformer.py", "projections_linformer.py", "modeling_linformer.py"}
-FAIRSEQ = Path(__file__).parent / "fairseq"
 
 # with LayerNorms of its own; no projection at all; none in one layer
 WINDOWED = [
@@ -402,81 +399,3 @@ def test_trainer_resumes_to_the_same_weights(sharing, tmp_path):
     in_memory = whole.evaluate()["eval_loss"]
     whole.model = LinformerForMaskedLM.from_pretrained(tmp_path / "whole" / "checkpoint-6")
     assert whole.evaluate()["eval_loss"] == in_memory
-
-
-# ---- the authors' own checkpoints
-
-
-def fairseq_model(name):
-    with torch.serialization.safe_globals([argparse.Namespace]):
-        checkpoint = torch.load(FAIRSEQ / f"{name}.pt", weights_only=True)
-    settings = checkpoint["args"] or checkpoint["cfg"]["model"]
-    theirs, ours = checkpoint["model"], {}
-    sharing = name  # each file is named after what it shares
-    parts = {
-        "self_attn.q_proj": "attention.self.query",
-        "self_attn.k_proj": "attention.self.key",
-        "self_attn.v_proj": "attention.self.value",
-        "self_attn.out_proj": "attention.output.dense",
-        "self_attn_layer_norm": "attention.output.LayerNorm",
-        "fc1": "intermediate.dense",
-        "fc2": "output.dense",
-        "final_layer_norm": "output.LayerNorm",
-    }
-    if sharing != "layerwise":
-        parts |= {
-            "self_attn.compress_k": "attention.self.key_projection",
-            "self_attn.compress_v": "attention.self.value_projection",
-        }
-    names = {
-        "encoder.sentence_encoder.embed_tokens": "linformer.embeddings.word_embeddings",
-        "encoder.sentence_encoder.embed_positions": "linformer.embeddings.position_embeddings",
-        "encoder.sentence_encoder.layernorm_embedding": "linformer.embeddings.LayerNorm",
-        "encoder.sentence_encoder.compress_layer": "linformer.encoder.shared_projection",
-        "encoder.lm_head.dense": "lm_head.dense",
-        "encoder.lm_head.layer_norm": "lm_head.layer_norm",
-        "encoder.lm_head": "lm_head.decoder",
-    }
-    for layer in range(settings.encoder_layers):
-        for their_part, our_part in parts.items():
-            names[f"encoder.sentence_encoder.layers.{layer}.{their_part}"] = (
-                f"linformer.encoder.layer.{layer}.{our_part}"
-            )
-    # fairseq's forward takes the weight of its nn.Linear alone: the bias that is stored with it is never added
-    unused = {"encoder.sentence_encoder.compress_layer.bias"}
-    left_over = []
-    for their_name, value in theirs.items():
-        owner, _, kind = their_name.rpartition(".")
-        if owner in names and their_name not in unused:
-            ours[f"{names[owner]}.{kind}"] = value[2:] if owner.endswith("embed_positions") else value
-        else:
-            left_over.append(their_name)
-    # versions, and each layer's second name of the one projection
-    assert all(left.endswith("version") or (".compress_" in left and sharing == "layerwise") for left in left_over)
-    config = linformer_hf.LinformerConfig(
-        vocab_size=len(theirs["encoder.sentence_encoder.embed_tokens.weight"]),
-        hidden_size=settings.encoder_embed_dim,
-        num_hidden_layers=settings.encoder_layers,
-        num_attention_heads=settings.encoder_attention_heads,
-        intermediate_size=settings.encoder_ffn_embed_dim,
-        max_position_embeddings=settings.max_positions,
-        projected_length=settings.max_positions // settings.compressed,
-        projection_sharing=sharing,
-    )
-    model = LinformerForMaskedLM(config).eval()
-    missing, unexpected = model.load_state_dict(ours, strict=False)
-    assert unexpected == []
-    assert missing == ["linformer.embeddings.token_type_embeddings.weight"]  # fairseq has no token types
-    torch.nn.init.zeros_(model.linformer.embeddings.token_type_embeddings.weight)
-    return model
-
-
-@pytest.mark.parametrize("name", ["headwise", "key_value", "layerwise"])
-def test_fairseq_checkpoints_give_fairseq_s_numbers(name):
-    model, expected = fairseq_model(name), load_file(FAIRSEQ / f"{name}.expected.safetensors")
-    for length in (7, 40, 64):
-        output = model(expected[f"input_ids_{length}"], output_hidden_states=True)
-        for layer, states in enumerate(output.hidden_states):
-            assert difference(states, expected[f"hidden_states_{length}.{layer}"]) < TOLERANCE["whole_model"], layer
-        assert difference(output.hidden_states[-1], expected[f"last_hidden_state_{length}"]) < TOLERANCE["whole_model"]
-        assert difference(output.logits, expected[f"logits_{length}"]) < TOLERANCE["whole_model"]

@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer, BertConfig
 
 import linformer_hf
-from linformer_hf.convert_hf import FAMILIES, Head, convert_encoder, load_source, main, tile_positions
+from linformer_hf.convert_hf import FAMILIES, Head, convert_encoder, load_source, main
 
 
 SIZES = {
@@ -252,16 +252,6 @@ def test_longer_positions_repeat(model_type):
     assert_equal_outputs(source, longer, (61, 40), 64)
     (hidden_states,) = outputs_of(longer, input_ids=torch.randint(5, 50, (1, 150)))
     assert hidden_states.isfinite().all()
-
-
-def test_tile_positions():
-    weight = torch.arange(3.0)[:, None]
-    assert tile_positions(weight, 7)[:, 0].tolist() == [0, 1, 2, 0, 1, 2, 0]
-    assert torch.equal(tile_positions(weight, 3), weight)
-    with pytest.raises(ValueError, match="is 2, but the source has 3 positions"):
-        tile_positions(weight, 2)
-    with pytest.raises(ValueError, match="is 60, but the source has 61 positions"):
-        convert_encoder(source_model("roberta", "Model"), max_position_embeddings=60)
 
 
 class BertWithMore(transformers.BertForMaskedLM):

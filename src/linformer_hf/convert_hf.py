@@ -9,16 +9,17 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedModel
 
+from .command_line import load_tokenizer, parse_arguments, save
 from .configuration_linformer import LinformerConfig
-from .healing import HealingArguments, calibrate, tile_positions
+from .healing import HealingArguments, calibrate
+from .lengthen import tile_positions
 from .modeling_linformer import (
     LinformerForMaskedLM,
     LinformerForMultipleChoice,
@@ -292,7 +293,7 @@ def convert_encoder(model: PreTrainedModel, **linformer_options: Any) -> Linform
     nn.Module.to(converted, device=model.device, dtype=model.dtype)
     if isinstance(converted, LinformerModel):
         state_dict = {name.removeprefix("linformer."): tensor for name, tensor in state_dict.items()}
-    new = _load(converted, state_dict)
+    new = load_state_dict(converted, state_dict)
     logger.info("%s becomes %s: %d tensors", type(model).__name__, type(converted).__name__, len(state_dict))
     logger.info("left out: %s", ", ".join(left_out) or "none")
     logger.info("new: %s", ", ".join(new) or "none")
@@ -315,7 +316,7 @@ def convert_state_dict(
         source's names that have no place in it.
 
     Raises:
-        ValueError: If a name is in no row of the tables.
+        ValueError: If a name is in no row of the tables, or there are no position embeddings.
     """
     rows = head.rows + family.rows
     renamed, left_out, unknown = {}, [], []
@@ -329,9 +330,11 @@ def convert_state_dict(
             renamed[match.expand(target)] = tensor
     if unknown:
         raise ValueError(
-            f"`model` has tensors that a Linformer has no place for: {', '.join(unknown)}. Convert the encoder "
+            f"The source has tensors that a Linformer has no place for: {', '.join(unknown)}. Convert the encoder "
             "(`model.base_model`) or a model without them"
         )
+    if _POSITIONS not in renamed:
+        raise ValueError(f"The source lacks tensors that a Linformer needs: {_POSITIONS}")
     if family.position_offset and padding_index is not None:
         renamed[_POSITIONS] = renamed[_POSITIONS][padding_index + 1 :]
     if types := family.constants.get("type_vocab_size"):  # the source has no embeddings of token types
@@ -382,8 +385,19 @@ def _defaults(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _load(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> list[str]:
-    """Copies the tensors into the model and gives the names of those that the model has beside them."""
+def load_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> list[str]:
+    """Copies a source's tensors into a Linformer.
+
+    Args:
+        model: The Linformer; it is changed.
+        state_dict: What `convert_state_dict` returns.
+
+    Returns:
+        The names of the tensors that the model has beside them: of projections and their norms.
+
+    Raises:
+        ValueError: If a tensor has no place or another shape, a needed one is missing, or one would be lost by tying.
+    """
     own = model.state_dict()
     for name, tensor in state_dict.items():
         if name not in own or own[name].shape != tensor.shape:
@@ -393,7 +407,7 @@ def _load(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> list[str]:
             )
     new = sorted(own.keys() - state_dict.keys())
     if others := [name for name in new if not re.fullmatch(NEW_TENSORS, name)]:
-        raise ValueError(f"`model` lacks tensors that a Linformer needs: {', '.join(others)}")
+        raise ValueError(f"The source lacks tensors that a Linformer needs: {', '.join(others)}")
     model.load_state_dict(state_dict, strict=False)
     if lost := [name for name, tensor in state_dict.items() if not torch.equal(own[name].to(tensor), tensor)]:
         raise ValueError(
@@ -457,14 +471,13 @@ class LinformerArguments:
 
 @dataclass
 class ConversionArguments:
-    """What is read and how it is written."""
+    """What is read."""
 
     task: str | None = field(
         default=None,
         metadata={"help": "Which head to convert; that of SOURCE's config.json if not given.", "choices": list(TASKS)},
     )
     dtype: str = field(default="auto", metadata={"help": "float32, bfloat16, float16, or the source's."})
-    overwrite_output_dir: bool = field(default=False, metadata={"help": "Replace what is in OUTPUT."})
 
 
 def load_source(source: str, task: str | None = None, dtype: str = "auto") -> PreTrainedModel:
@@ -504,76 +517,29 @@ def load_source(source: str, task: str | None = None, dtype: str = "auto") -> Pr
     return model
 
 
-def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of a model to convert.
-
-    Args:
-        source: Folder or Hub name.
-
-    Returns:
-        The tokenizer.
-
-    Raises:
-        ValueError: If there is none.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    # where there are no files, Transformers makes a tokenizer that knows nothing but special tokens
-    if not tokenizer.get_vocab().keys() - {str(token) for token in tokenizer.added_tokens_decoder.values()}:
-        raise ValueError(f"{source} has no tokenizer: add its files, or convert in Python with `convert_encoder`")
-    return tokenizer
-
-
-def check_output(source: str, output: str, overwrite: bool) -> None:
-    """Refuses a folder that holds something, unless it may be replaced and the source is not in it.
-
-    Args:
-        source: Folder or Hub name.
-        output: The folder to write.
-        overwrite: Whether what is there may be replaced.
-
-    Raises:
-        ValueError: If the folder cannot be used.
-    """
-    folder = Path(output)
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not overwrite):
-        raise ValueError(f"{output} is in use: choose another folder, or replace it with --overwrite_output_dir")
-    if Path(source).exists() and Path(source).resolve().is_relative_to(folder.resolve()):
-        raise ValueError(f"{output} holds the source, {source}, and would be replaced: choose another folder")
-
-
 def main(argv: list[str] | None = None) -> None:
     """Converts and saves.
 
     Args:
         argv: The command line's arguments if None.
     """
-    from .training import atomic_directory  # not above: it needs the packages of `linformer_hf[examples]`
-
-    parser = HfArgumentParser(
-        (LinformerArguments, ConversionArguments, HealingArguments),  # type: ignore[arg-type]  # a name of theirs for any dataclass
-        prog="python -m linformer_hf.convert_hf",
+    linformer, arguments, healing, paths = parse_arguments(
+        LinformerArguments,
+        ConversionArguments,
+        HealingArguments,
+        name="convert_hf",
         description="Makes a Linformer of a trained encoder of Transformers, with its head and its tokenizer.",
+        source_help="Folder or Hub name of the encoder.",
+        argv=argv,
     )
-    parser.add_argument("source", metavar="SOURCE", help="Folder or Hub name of the encoder.")
-    parser.add_argument("output", metavar="OUTPUT", help="Folder to write.")
-    linformer, arguments, healing, paths = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
-    logging.basicConfig(format="%(message)s")
-    for name in (__name__, __package__):  # as a script, this module is `__main__`
-        logging.getLogger(name).setLevel(logging.INFO)
-
-    check_output(paths.source, paths.output, arguments.overwrite_output_dir)
     tokenizer = load_tokenizer(paths.source)
     source = load_source(paths.source, arguments.task, arguments.dtype)
     converted = convert_encoder(source, **linformer.options())
-    tokenizer.model_max_length = converted.config.max_position_embeddings
     calibrate(converted, source, tokenizer, healing)
-    with atomic_directory(paths.output) as temporary:
-        converted.save_pretrained(temporary)
-        tokenizer.save_pretrained(temporary)
-    logger.info("saved in %s; the longest input has %d tokens", paths.output, tokenizer.model_max_length)
+    save(converted, tokenizer, paths.output)
 
 
-__all__ = ["FAMILIES", "convert_encoder", "convert_state_dict", "load_source", "tile_positions"]
+__all__ = ["FAMILIES", "convert_encoder", "convert_state_dict", "load_source", "load_state_dict"]
 
 
 if __name__ == "__main__":

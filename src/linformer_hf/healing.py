@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from tqdm.auto import tqdm
 from transformers import DataCollatorForLanguageModeling, PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
+from .lengthen import tile_positions
 from .modeling_linformer import LinformerPreTrainedModel
 from .projections_linformer import MatrixProjection, Projection, pooling_matrix
 
@@ -65,27 +66,6 @@ def calibration_windows(path: str | Path, tokenizer: PreTrainedTokenizerBase, le
         )
     pieces = tokens[: len(tokens) // (length - 2) * (length - 2)].view(-1, length - 2)
     return F.pad(F.pad(pieces, (1, 0), value=first), (0, 1), value=last)
-
-
-def tile_positions(weight: torch.Tensor, length: int) -> torch.Tensor:
-    """Repeats position embeddings, as Longformer was made from RoBERTa (https://arxiv.org/abs/2004.05150, section 5).
-
-    Args:
-        weight: (n, c).
-        length: How many positions the result has.
-
-    Returns:
-        (length, c), with position p as p mod n in `weight`.
-
-    Raises:
-        ValueError: If `length` is less than n.
-    """
-    if length < len(weight):
-        raise ValueError(
-            f"`max_position_embeddings` is {length}, but the source has {len(weight)} positions, which are not cut "
-            f"off: give at least {len(weight)}"
-        )
-    return weight[torch.arange(length, device=weight.device) % len(weight)]
 
 
 def lengthen_source(source: PreTrainedModel, length: int) -> PreTrainedModel:
@@ -577,5 +557,4 @@ __all__ = [
     "initialize_projections",
     "lengthen_source",
     "spectral_matrix",
-    "tile_positions",
 ]

@@ -17,6 +17,7 @@ The file reads from the parts to the whole: embeddings, attention, layer, encode
 with b batch, n tokens, k projected positions, h heads, d head size, c hidden size.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -498,6 +499,18 @@ class LinformerPreTrainedModel(PreTrainedModel):
         super()._initialize_weights(module, is_custom_code)
         if isinstance(module, Projection) and self.config.freeze_projections:
             module.requires_grad_(False)  # from_pretrained puts new parameters in their place
+
+    @staticmethod
+    def _finalize_model_loading(model: PreTrainedModel, load_config: Any, loading_info: Any) -> Any:
+        lengths = sorted(key for key in loading_info.mismatched_keys if re.search("position_embed|projection", key[0]))
+        if lengths:  # with `ignore_mismatched_sizes` too: it is meant for labels
+            name, stored, wanted = lengths[0]
+            raise ValueError(
+                f"`{name}` has the shape {tuple(stored)} in the checkpoint, but {tuple(wanted)} with this "
+                "configuration: load it with its own `max_position_embeddings` and `projected_length`; for another "
+                "longest input, use `lengthen` or `shorten` of `linformer_hf.lengthen`"
+            )
+        return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
         """Saves weights, configuration and code, so that the folder loads where this package is not installed.
