@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import SHARINGS, TOLERANCE, build, difference, random_ids
+from hubserver import card_errors
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForMaskedLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -431,6 +433,9 @@ def test_the_command_without_a_tokenizer_and_with_a_wrong_one(tmp_path):
             main([source, str(output), "--dict", dictionary, "--tokenizer", tokenizer])
         assert not output.exists()
     main([source, str(output)])
-    assert {path.suffix for path in output.iterdir()} == {".json", ".py", ".safetensors"}
+    assert not list(output.glob("tokenizer*"))
+    card = ModelCard.load(output / "README.md")
+    assert card_errors(card.content) == []
+    assert f"python -m linformer_hf.convert_fairseq {source}" in card.text
     with pytest.raises(ValueError, match="in use"):
         main([source, str(output)])

@@ -6,6 +6,8 @@ import pytest
 import torch
 import transformers
 from conftest import TOLERANCE, difference
+from hubserver import card_errors
+from huggingface_hub import ModelCard
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer, BertConfig
 
@@ -377,6 +379,12 @@ def test_command_line_heals_and_reports(tmp_path, caplog):
     (report,) = (message for message in caplog.messages if message.split()[:2] == ["before", "after"])
     assert "source_top1" in report
     assert "relative error of layer 1" in report
+    card = ModelCard.load(tmp_path / "new" / "README.md")
+    assert card_errors(card.content) == []
+    measured = {result.metric_name: result.metric_value for result in card.data.eval_results}
+    for line in report.splitlines()[1:]:
+        name, _, after = line.rsplit(maxsplit=2)
+        assert f"{measured[name.strip()]:.4f}" == after
     healed = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "new").state_dict()
     converted = convert_encoder(source, projected_length=5, local_attention_window=0).state_dict()
     assert any(not torch.equal(healed[name], tensor) for name, tensor in converted.items())

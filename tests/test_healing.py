@@ -352,6 +352,30 @@ def test_the_mean_over_tokens_counts_in_the_loss():
     assert healing._Outputs([(shifted[:1], theirs[:1])], None).loss(True).isfinite()
 
 
+def test_some_batches_are_shorter(windows, tokenizer, monkeypatch):
+    seen, compare = [], healing._compare
+    monkeypatch.setattr(healing, "_compare", lambda *args: (seen.append(args[2]), compare(*args))[1])
+    source = make(BertForMaskedLM)
+    heal(without_window(source), source, windows, tokenizer)
+    lengths = [batch["input_ids"].shape[1] for batch in seen]
+    shorter = [length for length in lengths if length < LENGTH]
+    assert 0.15 < len(shorter) / len(lengths) < 0.55
+    assert min(shorter) >= LENGTH / 8
+    assert len(set(shorter)) > len(shorter) / 2
+    for batch in seen:
+        right = torch.where(batch["labels"] == -100, batch["input_ids"], batch["labels"])
+        assert (right[:, -1] == tokenizer.sep_token_id).all()
+        starts = [row[:-1].tolist() for row in right]
+        assert all(any(window[: len(start)].tolist() == start for window in windows) for start in starts)
+
+
+def test_a_batch_without_masked_tokens_has_a_finite_loss(windows, tokenizer):
+    source = make(BertForMaskedLM)
+    batch = {"input_ids": windows[:2], "labels": torch.full_like(windows[:2], -100)}
+    with torch.no_grad():
+        assert healing._compare(without_window(source), source, batch).loss(pooled=True).isfinite()
+
+
 def test_each_layer_learns_from_the_source_alone(windows, tokenizer):
     source = make().eval()
     target = without_window(source).eval()

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from hubserver import card_errors
+from huggingface_hub import ModelCard
 from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from linformer_hf import training
@@ -126,6 +128,12 @@ def test_topics(tmp_path, any_model, flags, script):
         "text-classification", model=classifier, tokenizer=AutoTokenizer.from_pretrained(output)
     )
     assert pipeline("opera poem opera")[0]["label"] == "arts"
+    card = ModelCard.load(output / "README.md")
+    assert card_errors(card.content) == []
+    assert (card.data.pipeline_tag, card.data.datasets) == ("text-classification", None)  # a file is no dataset
+    measured = {result.metric_type: result.metric_value for result in card.data.eval_results}
+    assert measured["accuracy"] == results["eval_accuracy"]
+    assert str(tmp_path) not in card.content.partition("```bash")[0]  # folders are nobody's business
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -255,6 +263,10 @@ def test_each_task_trains_evaluates_and_predicts(tmp_path, model, monkeypatch, t
     results = script.main([*argv, "--model_name_or_path", str(model), "--output_dir", str(tmp_path / "out")])
     assert asked == [("stanfordnlp/imdb", None) if task == "imdb" else ("nyu-mll/glue", task)]
     assert all(np.isfinite(results[f"eval_{name}"]) for name in OFFICIAL[task])
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert card_errors(card.content) == []
+    assert card.data.datasets == ["stanfordnlp/imdb" if task == "imdb" else "nyu-mll/glue"]
+    assert {name.removesuffix("_mm") for name in OFFICIAL[task]} <= set(card.data.metrics)
     config = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").config
     files = sorted(file.name for file in (tmp_path / "out").glob("predict_results*"))
     expected = {"mnli": ["predict_results_mnli.txt", "predict_results_mnli_mm.txt"]}

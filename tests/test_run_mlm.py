@@ -12,6 +12,8 @@ import datasets
 import pytest
 import torch
 import transformers
+from hubserver import card_errors
+from huggingface_hub import ModelCard
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 from transformers.integrations import is_tensorboard_available
 
@@ -112,6 +114,14 @@ def test_a_run_leaves_a_model_figures_and_a_curve(tmp_path, corpus, script, mode
     inputs = tokenizer("abc <mask>" * 40, truncation=True, return_tensors="pt")
     assert inputs["input_ids"].shape == (1, 48)
     assert model(**inputs).logits.isfinite().all()
+
+    card = ModelCard.load(output / "README.md")
+    assert card_errors(card.content) == []
+    assert (card.data.pipeline_tag, card.data.base_model) == ("fill-mask", None)
+    measured = {result.metric_type: result.metric_value for result in card.data.eval_results}
+    assert measured == pytest.approx({name: results[f"eval_{name}" if name == "loss" else name] for name in measured})
+    assert set(measured) == {"loss", "perplexity"}
+    assert "--max_steps 12 --logging_steps 2 --learning_rate 3e-3 --eval_strategy steps" in card.text
 
     # Once more from the saved folder and in it: the same figure, and those of the training stay.
     argv = [

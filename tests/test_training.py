@@ -608,14 +608,6 @@ def test_train_loss_and_log_of_a_resumed_run(tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
-def test_model_card_of_a_model_from_scratch(tmp_path):
-    trainer = make_trainer(tmp_path)
-    trainer.create_model_card(tasks="fill-mask", dataset="numbers")
-    text = (tmp_path / "README.md").read_text()
-    assert "was trained from scratch on the numbers dataset" in text
-    assert "https://huggingface.co/)" not in text
-
-
 def test_a_dataset_can_be_used_by_the_loader(tmp_path):
     rows = datasets.Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [5, -100, -100]}] * 8)
     args = training.AccelerateArguments(output_dir=str(tmp_path), report_to="none", max_steps=1, save_strategy="no")
@@ -645,11 +637,11 @@ def test_push_to_hub(tmp_path, monkeypatch, script):
     if script == "trainer":
         trainer = make_trainer(tmp_path, push_to_hub=True, hub_model_id="numbers", do_train=True)
         trainer.train()
-        trainer.finish({"eval_loss": 1.0}, tasks="fill-mask", dataset="numbers")
-        assert "numbers dataset" in (tmp_path / "README.md").read_text()
+        trainer.finish({"eval_loss": 1.0}, dataset="numbers")
+        assert "Data: numbers." in (tmp_path / "README.md").read_text()
     else:
         train_accelerate(tmp_path, push_to_hub=True, hub_model_id="numbers")
     repo_id, files = hub.uploads[-1]
     assert repo_id == "me/numbers"
-    assert {"model.safetensors", "config.json", "all_results.json"} <= set(files)
+    assert {"model.safetensors", "config.json", "all_results.json", "README.md"} <= set(files)
     assert not [name for name in files if name.startswith(".tmp")]

@@ -172,7 +172,7 @@ def prepare(model_args: ModelArguments, data_args: DataArguments, args: Any) -> 
         label_names=label_names,
         truncated=truncated,
         task_name=data_args.task_name,
-        card={"tasks": "text-classification", "dataset": data_args.task_name or data_args.dataset_name},
+        card={"dataset": data_args.train_file or data_args.dataset_name or (task.dataset if task else None)},
     )
 
 

@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     for suffix, dataset in setup.test.items():
         _, logits, _ = run.evaluate(run.evaluation_loader(dataset, setup.collator), keep_logits=True)
         glue_data.write_predictions(setup, suffix, logits.numpy(), args.output_dir)
-    return run.finish(results)
+    return run.finish(results, **setup.card)
 
 
 if __name__ == "__main__":

@@ -138,7 +138,6 @@ def prepare(model_args: ModelArguments, data_args: DataArguments, args: Any, che
     masking = partial(MaskingCollator, tokenizer, mlm_probability=data_args.mlm_probability, masking_seed=args.seed)
     eval_collator = masking()
     eval_collator.set_epoch(EVALUATION_EPOCH)
-    source = data_args.dataset_name or Path(data_args.train_file or data_args.validation_file or "").name
     return MlmSetup(
         model,
         tokenizer,
@@ -146,7 +145,7 @@ def prepare(model_args: ModelArguments, data_args: DataArguments, args: Any, che
         blocks.get("validation"),
         masking(),
         eval_collator,
-        {"tasks": "fill-mask", "dataset": source},
+        {"dataset": data_args.dataset_name or data_args.train_file},
     )
 
 

@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if args.do_eval:
         results |= evaluate()
         run.log(results)
-    return run.finish(results)
+    return run.finish(results, **setup.card)
 
 
 if __name__ == "__main__":

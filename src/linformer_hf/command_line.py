@@ -1,11 +1,15 @@
 """What the commands share that make one checkpoint of another: `python -m linformer_hf.NAME SOURCE OUTPUT`."""
 
 import logging
+import shlex
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
+
+from .model_card import Result, write_model_card
 
 
 logger = logging.getLogger(__name__)
@@ -31,7 +35,7 @@ def parse_arguments(
         argv: The command line's arguments if None.
 
     Returns:
-        An object of each type, and one with `source` and `output`.
+        An object of each type, and one with `source`, `output` and `command`, the whole command line.
 
     Raises:
         ValueError: If OUTPUT is in use, or holds SOURCE.
@@ -48,6 +52,8 @@ def parse_arguments(
     for logger_name in ("__main__", __package__):  # as a script, a module is `__main__`
         logging.getLogger(logger_name).setLevel(logging.INFO)
     _check_output(paths.source, paths.output, output.overwrite_output_dir)
+    arguments = sys.argv[1:] if argv is None else argv
+    paths.command = shlex.join(["python", "-m", f"{__package__}.{name}", *arguments])
     return *options, paths
 
 
@@ -79,23 +85,31 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, output: str) -> None:
-    """Writes a checkpoint that is there completely or not at all.
+def save(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    paths: Any,
+    figures: dict[str, float] | None = None,
+) -> None:
+    """Writes a checkpoint with its model card, completely or not at all.
 
     Args:
         model: The model.
         tokenizer: Its tokenizer, which learns how long the longest input is.
-        output: The folder.
+        paths: From `parse_arguments`.
+        figures: What the command measured, for the card.
     """
     from .training import atomic_directory  # not above: it needs the packages of `linformer_hf[examples]`
 
     longest: Any = model.config.max_position_embeddings
-    with atomic_directory(output) as temporary:
+    with atomic_directory(paths.output) as temporary:
         model.save_pretrained(temporary)
         if tokenizer is not None:
             tokenizer.model_max_length = longest
             tokenizer.save_pretrained(temporary)
-    logger.info("saved in %s; the longest input has %d tokens", output, longest)
+        results = [Result(name, value, "as above") for name, value in (figures or {}).items()]
+        write_model_card(temporary, command=paths.command, base_model=paths.source, results=results)
+    logger.info("saved in %s; the longest input has %d tokens", paths.output, longest)
 
 
 __all__ = ["OutputArguments", "load_tokenizer", "parse_arguments", "save"]

@@ -337,7 +337,7 @@ def main(argv: list[str] | None = None) -> None:
         tokenizer = load_tokenizer(arguments.tokenizer)
         symbols = None if arguments.dict is None else read_dictionary(arguments.dict)
         check_tokenizer(tokenizer, model.config, symbols)
-    save(model, tokenizer, paths.output)
+    save(model, tokenizer, paths)
 
 
 __all__ = ["check_tokenizer", "convert_fairseq", "read_dictionary"]

@@ -18,7 +18,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from .command_line import load_tokenizer, parse_arguments, save
 from .configuration_linformer import LinformerConfig
-from .healing import HealingArguments, calibrate
+from .healing import HealingArguments, by_name, calibrate
 from .lengthen import tile_positions
 from .modeling_linformer import (
     LinformerForMaskedLM,
@@ -535,8 +535,8 @@ def main(argv: list[str] | None = None) -> None:
     tokenizer = load_tokenizer(paths.source)
     source = load_source(paths.source, arguments.task, arguments.dtype)
     converted = convert_encoder(source, **linformer.options())
-    calibrate(converted, source, tokenizer, healing)
-    save(converted, tokenizer, paths.output)
+    figures = list(calibrate(converted, source, tokenizer, healing).values())
+    save(converted, tokenizer, paths, by_name(figures[-1]) if figures else None)
 
 
 __all__ = ["FAMILIES", "convert_encoder", "convert_state_dict", "load_source", "load_state_dict"]

@@ -229,6 +229,7 @@ def heal(
     the source's hidden states as each layer's input, so that no layer learns from the others' mistakes. Last, all
     layers are trained together as they are used; then the relative squared error of the mean over each window's
     last hidden states is added: it hardly counts among the tokens' errors, but is what embeddings are made of.
+    Every third batch on average is cut to a random length, so that the model is not healed for one length alone.
 
     Args:
         target: The converted model; it is changed.
@@ -254,6 +255,7 @@ def heal(
             f"The weights are {target.dtype}, too coarse for small steps: convert in float32, and train with bf16"
         )
     batches = iter(_batches(target, source, windows, tokenizer, batch_size, seed, steps))
+    generator = torch.Generator().manual_seed(seed)
     losses = []
     with _evaluating(target, source), tqdm(total=steps, desc="healing") as progress:
         for parameters, num_steps, rate, alone in _phases(target, steps):
@@ -261,7 +263,7 @@ def heal(
             scheduler = get_scheduler("linear", optimizer, num_steps // 10, num_steps)
             for _ in range(num_steps):
                 with torch.autocast(target.device.type, torch.bfloat16, enabled=bf16):
-                    outputs = _compare(target, source, next(batches), alone)
+                    outputs = _compare(target, source, _shortened(next(batches), generator), alone)
                     loss = outputs.loss(pooled=not alone)
                 loss.backward(inputs=parameters)
                 nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -272,6 +274,16 @@ def heal(
                 progress.set_postfix(loss=f"{losses[-1]:.4f}", refresh=False)
                 progress.update()
     return losses
+
+
+def _shortened(batch: Any, generator: torch.Generator) -> Any:
+    """Cuts every third batch of `_batches`, on average, to a length from n/8 to n, keeping the last special token."""
+    longest = batch["input_ids"].shape[1]
+    length = int(torch.randint(-(-longest // 8), longest + 1, (1,), generator=generator))
+    if length < 3 or torch.rand(1, generator=generator) >= 1 / 3:
+        return batch
+    kept = torch.tensor([*range(length - 1), longest - 1])
+    return {name: batch[name][:, kept] for name in ("input_ids", "labels")}
 
 
 def _phases(target: LinformerPreTrainedModel, steps: int) -> Iterator[tuple[list[nn.Parameter], int, float, bool]]:
@@ -356,7 +368,7 @@ class _Outputs:
             # relative to how windows differ, which says more than what all have in common; a lone one differs from 0
             common = theirs.mean(dim=0) if len(theirs) > 1 else 0.0
             loss = loss + (ours - theirs).square().sum() / (theirs - common).square().sum()
-        if self.words is None:
+        if self.words is None or not len(self.words[2]):
             return loss
         ours, theirs = (logits.float().log_softmax(-1) for logits in self.words[:2])
         return loss + F.kl_div(ours, theirs, log_target=True, reduction="batchmean")
@@ -538,11 +550,15 @@ def calibrate(
     return figures
 
 
+def by_name(figures: dict[str, Any]) -> dict[str, float]:
+    """What `agreement` returns, with a name for the error of each layer."""
+    errors = {f"relative error of layer {i}": error for i, error in enumerate(figures["layer_errors"], start=1)}
+    return {name: value for name, value in figures.items() if name != "layer_errors"} | errors
+
+
 def format_agreement(figures: dict[str, dict[str, Any]]) -> str:
     """A table of what `calibrate` returns, with a column for `before` and one for `after`."""
-    rows = [{name: value for name, value in column.items() if name != "layer_errors"} for column in figures.values()]
-    for row, column in zip(rows, figures.values(), strict=True):
-        row |= {f"relative error of layer {i}": error for i, error in enumerate(column["layer_errors"], start=1)}
+    rows = [by_name(column) for column in figures.values()]
     lines = [["", *figures], *([name, *(f"{row[name]:.4f}" for row in rows)] for name in rows[0])]
     return "\n".join(f"{first:<28}" + "".join(f"{cell:>10}" for cell in cells) for first, *cells in lines)
 
@@ -550,6 +566,7 @@ def format_agreement(figures: dict[str, dict[str, Any]]) -> str:
 __all__ = [
     "HealingArguments",
     "agreement",
+    "by_name",
     "calibrate",
     "calibration_windows",
     "format_agreement",

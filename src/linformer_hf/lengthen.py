@@ -223,7 +223,7 @@ def main(argv: list[str] | None = None) -> None:
     else:
         resized = lengthen(model, arguments.max_position_embeddings, arguments.method)
     logger.info("from %d to %d tokens", config.max_position_embeddings, resized.config.max_position_embeddings)
-    save(resized, tokenizer, paths.output)
+    save(resized, tokenizer, paths)
 
 
 __all__ = ["lengthen", "shorten", "tile_positions"]

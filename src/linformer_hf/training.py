@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 import types
@@ -37,6 +38,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, rotate_checkpoints, sort_checkpoints
 
 from .configuration_linformer import LinformerConfig
+from .model_card import write_model_card
 
 
 try:
@@ -130,6 +132,8 @@ class TrainingArguments(transformers.TrainingArguments):
     def __post_init__(self) -> None:
         check_at_least(self, 1, "per_device_train_batch_size", "gradient_accumulation_steps")
         super().__post_init__()
+        self.command: str | None = None
+        self.recipe: dict[str, Any] | None = None
 
 
 @dataclass
@@ -196,6 +200,8 @@ class AccelerateArguments:
     def __post_init__(self) -> None:
         check_at_least(self, 1, "per_device_train_batch_size", "per_device_eval_batch_size")
         check_at_least(self, 1, "gradient_accumulation_steps", "logging_steps", "eval_steps", "save_steps")
+        self.command: str | None = None
+        self.recipe: dict[str, Any] | None = None
         self.do_eval = self.do_eval or self.eval_strategy != "no"  # as in TrainingArguments
 
     def accelerator(self) -> Accelerator:
@@ -221,16 +227,24 @@ def parse_arguments(*dataclass_types: Any, argv: list[str] | None = None) -> tup
             JSON object whose keys are the long names of the flags. The flags after it win over it.
 
     Returns:
-        One filled instance for each dataclass.
+        One filled instance for each dataclass. Training arguments also get `command`, the command line, and
+        `recipe`, what the recipe holds, for the model card.
     """
     parser = HfArgumentParser(dataclass_types)
     argv = list(sys.argv[1:] if argv is None else argv)
+    command = shlex.join(["python", Path(sys.argv[0]).name, *argv])
+    recipe = {}
     if argv and argv[0].endswith(".json"):
         recipe_file = Path(argv.pop(0))
         if not recipe_file.is_file():
             raise ValueError(f"There is no recipe file {recipe_file}")
-        parser.set_defaults(**_read_recipe(recipe_file, parser, dataclass_types))
-    return parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+        recipe = _read_recipe(recipe_file, parser, dataclass_types)
+        parser.set_defaults(**recipe)
+    parsed = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+    for arguments in parsed:
+        if isinstance(arguments, TrainingArguments | AccelerateArguments):
+            arguments.command, arguments.recipe = command, recipe
+    return parsed
 
 
 def _read_recipe(recipe_file: Path, parser: HfArgumentParser, dataclass_types: Any) -> dict[str, Any]:
@@ -787,6 +801,8 @@ class Trainer(transformers.Trainer):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._run_dir_in_use is None:  # only once the checkpoint is in its place
+            for code in Path(checkpoint_folder).glob("*.py"):  # or the Hub could not load it
+                shutil.copy(code, self.args.output_dir)
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -825,20 +841,15 @@ class Trainer(transformers.Trainer):
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """As in `transformers.Trainer`, which has the origin wrong for models from scratch and from a local folder."""
-        super().create_model_card(*args, **kwargs)
-        source = self.model.config._name_or_path
-        card = Path(self.args.output_dir, "README.md")
-        if not card.is_file():
-            return
-        text = card.read_text(encoding="utf-8")
-        if not source:
-            hub_link = "is a fine-tuned version of [](https://huggingface.co/) on"
-            text = text.replace(hub_link, "was trained from scratch on")
-        elif Path(source).is_dir():
-            text = text.replace("was trained from scratch on", f"is a fine-tuned version of `{Path(source).name}` on")
-        card.write_text(text, encoding="utf-8")
+    def create_model_card(self, dataset: str | None = None, **kwargs: Any) -> None:  # type: ignore[override]
+        """Writes README.md with `write_model_card`.
+
+        Args:
+            dataset: What the model was trained on.
+            **kwargs: As in `transformers.Trainer`; `license`, `language` and `tags` are used.
+        """
+        if self.is_world_process_zero():
+            _write_model_card(self.args, self.model, dataset, **kwargs)
 
     def finish(self, results: dict[str, float], **card: Any) -> dict[str, float]:
         """Writes what a run leaves behind, and uploads it if asked to.
@@ -874,6 +885,20 @@ class _RestoreRunningLoss(transformers.TrainerCallback):
             self.trainer._total_loss_scalar = sums["total"]
             self.trainer._tr_loss += sums["not_logged"]
             self.trainer._globalstep_last_logged = sums["last_logged"]
+
+
+def _write_model_card(
+    args: TrainingArguments | AccelerateArguments, model: PreTrainedModel, dataset: str | None, **kwargs: Any
+) -> None:
+    write_model_card(
+        args.output_dir,
+        name=args.hub_model_id,
+        command=args.command,
+        recipe=args.recipe,
+        datasets=[dataset] if dataset else [],
+        base_model=model.config._name_or_path or None,
+        **{name: kwargs[name] for name in ("license", "language", "tags") if kwargs.get(name)},
+    )
 
 
 def write_results(output_dir: str, results: dict[str, float], log_history: list[dict[str, float]] | None) -> None:
@@ -1128,11 +1153,12 @@ class AccelerateRun:
             torch.cat(references) if references else None,
         )
 
-    def finish(self, results: dict[str, float]) -> dict[str, float]:
-        """Saves the final model and the figures, and uploads them if asked to.
+    def finish(self, results: dict[str, float], dataset: str | None = None) -> dict[str, float]:
+        """Saves the final model, the figures and the model card, and uploads them if asked to.
 
         Args:
             results: The figures for `all_results.json`.
+            dataset: What the model was trained on.
 
         Returns:
             `results`.
@@ -1145,6 +1171,8 @@ class AccelerateRun:
             if args.do_train:
                 write_json(Path(args.output_dir, TRAINER_STATE_NAME), self.state)
             write_results(args.output_dir, results, self.state["log_history"] if args.do_train else None)
+            if args.do_train:
+                _write_model_card(args, self.accelerator.unwrap_model(self.model), dataset)
             if args.push_to_hub:
                 api = HfApi(token=args.hub_token)
                 repo_id = api.create_repo(args.hub_model_id or Path(args.output_dir).name, exist_ok=True).repo_id

@@ -1,0 +1,130 @@
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from conftest import HEADS, build
+from hubserver import card_errors
+from huggingface_hub import ModelCard
+
+import linformer_hf
+from linformer_hf import training
+from linformer_hf.model_card import TEMPLATE, Result, write_model_card
+
+
+CARDS = Path(__file__).parents[1] / "model_cards"
+FIGURES = {
+    "epoch": 3.0,
+    "eval_accuracy": 0.9226,
+    "eval_accuracy_mm": 0.9,
+    "eval_runtime": 3.2,
+    "eval_samples_per_second": 100.0,
+    "train_loss": 1.5,
+    "eval_loss": 0.3,
+    "truncated_examples": 4,
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A checkpoint with the figures of a run."""
+    folder = tmp_path / "my-linformer"
+    build("LinformerForSequenceClassification", num_labels=3, local_attention_window=5).save_pretrained(folder)
+    (folder / "all_results.json").write_text(json.dumps(FIGURES))
+    return folder
+
+
+def test_a_card_is_filled_from_the_folder(folder):
+    command = "python run_glue.py --task_name mnli --tokenizer_name x --hub_token hf_secret --seed 3"
+    card = write_model_card(
+        folder, command=command, recipe={"seed": 3, "push_to_hub_token": "hf_secret"}, datasets=["nyu-mll/glue"]
+    )
+    assert (folder / "README.md").read_text() == str(card)
+    card = ModelCard.load(folder / "README.md")
+    assert card_errors(card.content) == []
+    data = card.data
+    assert (data.library_name, data.license, data.pipeline_tag) == ("transformers", "unknown", "text-classification")
+    assert set(data.tags) == {"linformer", "custom_code"}
+    assert data.datasets == ["nyu-mll/glue"]
+    assert data.metrics == ["accuracy", "loss"]
+    assert data.model_name == "my-linformer"
+    results = {(r.metric_type, r.metric_name): (r.metric_value, r.dataset_type) for r in data.eval_results}
+    assert results == {
+        ("accuracy", "accuracy"): (0.9226, "nyu-mll/glue"),
+        ("accuracy", "accuracy_mm"): (0.9, "nyu-mll/glue"),
+        ("loss", "loss"): (0.3, "nyu-mll/glue"),
+    }
+    assert "hf_secret" not in card.content
+    assert "--tokenizer_name x --hub_token ... --seed 3" in card.text
+    assert '"seed": 3' in card.text
+    for heading in ("Intended use", "Limits", "How it was made", "Results"):
+        assert f"\n## {heading}\n" in card.text
+    assert "k = 7 projected positions" in card.text
+    assert "w = 5 tokens" in card.text
+    assert "The longest input has 61 tokens." in card.text
+    assert "| eval_accuracy | 0.9226 | as above |" in card.text
+    assert "runtime" not in card.text
+    model = linformer_hf.LinformerForSequenceClassification.from_pretrained(folder)
+    assert f"{sum(p.numel() for p in model.parameters()) / 1e6:.3g} million parameters" in card.text
+    assert "{{" not in card.content
+    assert "None" not in card.content
+
+
+@pytest.mark.parametrize(("auto_class", "head"), HEADS.items())
+def test_each_head_has_its_task(auto_class, head, tmp_path):
+    build(head).save_pretrained(tmp_path)
+    card = write_model_card(tmp_path, name="me/model")
+    assert card_errors(str(card)) == []
+    assert f'{auto_class}.from_pretrained("me/model", trust_remote_code=True)' in card.text
+    assert "Not measured." in card.text
+    assert card.data.eval_results is None
+
+
+def test_figures_with_their_own_commands_and_where_it_came_from(folder):
+    results = [Result("Spearman", 0.97451, "python agreement.py"), Result("accuracy", 0.5, "python rxnfp.py")]
+    card = write_model_card(
+        folder, results=results, base_model="google/bert", license="mit", language="en", tags=["chemistry"]
+    )
+    assert "| Spearman | 0.9745 | python agreement.py |" in card.text
+    assert "as above" not in card.text
+    assert (card.data.base_model, card.data.license, card.data.language) == ("google/bert", "mit", "en")
+    assert "chemistry" in card.data.tags
+    # a folder is no model on the Hub, and where it lies is nobody's business
+    source = folder.parent / "source"
+    source.mkdir()
+    card = write_model_card(folder, base_model=str(source), datasets=[str(folder / "all_results.json")])
+    assert card.data.base_model is None
+    assert card.data.datasets is None
+    assert "made from source." in card.text
+    assert "Data: all_results.json." in card.text
+    assert str(folder.parent) not in str(card)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"no config.json that names one of"):
+        write_model_card(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", [training.TrainingArguments, training.AccelerateArguments])
+def test_arguments_know_their_command_and_recipe(tmp_path, kind):
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text('{"max_steps": 7}')
+    (args,) = training.parse_arguments(kind, argv=[str(recipe), "--output_dir", "a b"])
+    assert shlex.split(args.command)[2:] == [str(recipe), "--output_dir", "a b"]
+    assert args.recipe == {"max_steps": 7}
+    assert kind(output_dir="x").command is None
+
+
+def test_the_template_is_the_package_s():
+    assert (CARDS / "template.md").samefile(TEMPLATE)
+
+
+@pytest.mark.parametrize("path", sorted(set(CARDS.glob("*.md")) - {CARDS / "template.md"}), ids=lambda path: path.stem)
+def test_cards_of_this_project_are_valid(path):
+    card = ModelCard.load(path)
+    assert card_errors(card.content) == []
+    assert card.data.library_name == "transformers"
+    assert card.data.license
+    assert card.data.eval_results
+    assert "## How it was made\n\n```bash\n" in card.text
