@@ -24,6 +24,8 @@ import linformer_hf
 import linformer_hf.training
 
 
+pytestmark = pytest.mark.xdist_group("hub")  # the processes are started once, not by each worker
+
 NAMES = {head: auto for auto, head in HEADS.items()} | {"windowed": "AutoModelForMaskedLM"}
 SENTENCES = ["The river rises in the mountains.", "It flows through the city to the sea.", "A bird sings of water."]
 LABELS = ["contradiction", "neutral", "entailment"]  # those that zero-shot classification looks for
