@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from unittest.mock import patch
 
+import datasets
 import huggingface_hub
 import pytest
 import torch
@@ -122,6 +123,23 @@ def push_from_a_trainer_of(package):
     else:
         trainer.push_to_hub(tasks="fill-mask", dataset="rivers")
     assert "rivers" in huggingface_hub.ModelCard.load(f"tester/{name}").text
+
+
+def push_from_accelerate():
+    """The loop of the scripts without a Trainer pushes at its end."""
+    training = linformer_hf.training
+    arguments = {"max_steps": 2, "do_train": True, "save_strategy": "no", "report_to": "none"}
+    args = training.AccelerateArguments(
+        "runs/accelerated", push_to_hub=True, hub_model_id="tester/accelerated", **arguments
+    )
+    run = training.AccelerateRun(args, saved("LinformerForMaskedLM"), tokenizer())
+    rows = datasets.Dataset.from_list(
+        [{"input_ids": row, "labels": row} for row in torch.load("inputs.pt")[0].tolist()]
+    )
+    run.train(rows, transformers.default_data_collator)
+    remember("accelerated", run.accelerator.unwrap_model(run.model))
+    run.finish({"train_loss": 1.0}, dataset="rivers")
+    assert "rivers" in huggingface_hub.ModelCard.load("tester/accelerated").text
 
 
 def cut_off(*requests):
@@ -308,6 +326,7 @@ PUSHES = [
     (push_in_private,),
     (push_revisions,),
     *((push_from_a_trainer_of, package) for package in ("transformers", "linformer_hf")),
+    (push_from_accelerate,),
     (push_broken_off, "broken-file", "PUT /_large/", 6, 4),  # huggingface_hub tries six times
     (push_broken_off, "broken-commit", "POST /api/models/tester/broken-commit/commit", 1, 5),
     (push_broken_off_once,),
@@ -323,7 +342,7 @@ REFUSED = [
 ]
 LOADS = [
     *((load, *item) for item in NAMES.items()),
-    *((load, name) for name in ("sharded", "broken-file", "broken-commit", "broken-once")),
+    *((load, name) for name in ("accelerated", "sharded", "broken-file", "broken-commit", "broken-once")),
     *((load, f"trained-by-{package}") for package in ("transformers", "linformer_hf")),
     *((load, "revisions", "AutoModelForMaskedLM", label) for label in ("hash", "v1", "main", "next")),
     *((load, f"broken-{what}", "AutoModelForMaskedLM", "hash") for what in ("file", "commit")),
@@ -341,7 +360,7 @@ from unittest.mock import patch
 if sys.argv[1] == "without":
     sys.modules["linformer_hf"] = None  # every import of it fails
 else:
-    import linformer_hf.training
+    import datasets, linformer_hf.training
 import huggingface_hub, pytest, torch, transformers
 
 torch.set_num_threads(1)

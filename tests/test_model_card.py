@@ -111,7 +111,7 @@ def test_arguments_know_their_command_and_recipe(tmp_path, kind):
     recipe = tmp_path / "recipe.json"
     recipe.write_text('{"max_steps": 7}')
     (args,) = training.parse_arguments(kind, argv=[str(recipe), "--output_dir", "a b"])
-    assert shlex.split(args.command)[2:] == [str(recipe), "--output_dir", "a b"]
+    assert shlex.split(args.command) == ["python", "test_model_card.py", str(recipe), "--output_dir", "a b"]
     assert args.recipe == {"max_steps": 7}
     assert kind(output_dir="x").command is None
 

@@ -121,6 +121,8 @@ def test_a_run_leaves_a_model_figures_and_a_curve(tmp_path, corpus, script, mode
     measured = {result.metric_type: result.metric_value for result in card.data.eval_results}
     assert measured == pytest.approx({name: results[f"eval_{name}" if name == "loss" else name] for name in measured})
     assert set(measured) == {"loss", "perplexity"}
+    name = {"trainer": "run_mlm", "accelerate": "run_mlm_no_trainer"}[script]
+    assert f"python {name}.py --train_file" in card.text
     assert "--max_steps 12 --logging_steps 2 --learning_rate 3e-3 --eval_strategy steps" in card.text
 
     # Once more from the saved folder and in it: the same figure, and those of the training stay.

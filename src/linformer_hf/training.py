@@ -5,6 +5,7 @@ resume exactly, and the figures and files that every run leaves behind.
 """
 
 import contextlib
+import inspect
 import json
 import logging
 import math
@@ -232,7 +233,8 @@ def parse_arguments(*dataclass_types: Any, argv: list[str] | None = None) -> tup
     """
     parser = HfArgumentParser(dataclass_types)
     argv = list(sys.argv[1:] if argv is None else argv)
-    command = shlex.join(["python", Path(sys.argv[0]).name, *argv])
+    script = Path(inspect.stack()[1].filename).name  # not of `sys.argv`: one script may call another
+    command = shlex.join(["python", script, *argv])
     recipe = {}
     if argv and argv[0].endswith(".json"):
         recipe_file = Path(argv.pop(0))
