@@ -35,7 +35,8 @@ def folder(tmp_path):
 
 
 def test_a_card_is_filled_from_the_folder(folder):
-    command = "python run_glue.py --task_name mnli --tokenizer_name x --hub_token hf_secret --seed 3"
+    command = f"python run_glue.py {Path.cwd()}/recipe.json --cache_dir {Path.home()}/cache --task_name mnli"
+    command += " --tokenizer_name x --hub_token hf_secret --seed 3"
     card = write_model_card(
         folder, command=command, recipe={"seed": 3, "push_to_hub_token": "hf_secret"}, datasets=["nyu-mll/glue"]
     )
@@ -55,6 +56,7 @@ def test_a_card_is_filled_from_the_folder(folder):
         ("loss", "loss"): (0.3, "nyu-mll/glue"),
     }
     assert "hf_secret" not in card.content
+    assert "python run_glue.py recipe.json --cache_dir ~/cache --task_name mnli" in card.text
     assert "--tokenizer_name x --hub_token ... --seed 3" in card.text
     assert '"seed": 3' in card.text
     for heading in ("Intended use", "Limits", "How it was made", "Results"):
@@ -81,12 +83,16 @@ def test_each_head_has_its_task(auto_class, head, tmp_path):
 
 
 def test_figures_with_their_own_commands_and_where_it_came_from(folder):
-    results = [Result("Spearman", 0.97451, "python agreement.py"), Result("accuracy", 0.5, "python rxnfp.py")]
+    results = [
+        Result("spearmanr, 500 tokens", 0.97451, "python agreement.py"),
+        Result("accuracy", 0.5, "python rxnfp.py"),
+    ]
     card = write_model_card(
         folder, results=results, base_model="google/bert", license="mit", language="en", tags=["chemistry"]
     )
-    assert "| Spearman | 0.9745 | python agreement.py |" in card.text
+    assert "| spearmanr, 500 tokens | 0.9745 | python agreement.py |" in card.text
     assert "as above" not in card.text
+    assert card.data.metrics == ["accuracy", "spearmanr"]
     assert (card.data.base_model, card.data.license, card.data.language) == ("google/bert", "mit", "en")
     assert "chemistry" in card.data.tags
     # a folder is no model on the Hub, and where it lies is nobody's business

@@ -9,6 +9,7 @@ The source's positions are repeated, as those of the conversions, and it runs wi
 source and conversion are compared on a text that fits in the window. Times are medians of interleaved runs.
 """
 
+import copy
 import sys
 from dataclasses import dataclass, field
 from functools import partial
@@ -76,7 +77,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             models[setting] = convert_encoder(encoder, max_position_embeddings=positions, **options)
         differences = {name: largest_difference(model, source) for name, model in models.items() if name != "source"}
         ids, dtype = token_ids(source, length), getattr(torch, args.dtype)
-        forward = {name: partial(model.to(dtype), ids) for name, model in models.items()}
+        # copies: the encoder is used again
+        forward = {name: partial(copy.deepcopy(model).to(dtype), ids) for name, model in models.items()}
         seconds = interleaved_medians(forward, args.repeats)
         for run in records.missing(runs):
             name = run["setting"]

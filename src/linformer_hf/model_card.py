@@ -58,7 +58,7 @@ class Result:
     """A figure of a card.
 
     Attributes:
-        name: What it is, such as `eval_accuracy`.
+        name: What it is, such as `eval_accuracy`; the metric, and behind a comma what sets it apart.
         value: The figure.
         command: What measured it.
     """
@@ -79,6 +79,7 @@ def write_model_card(
     language: str | None = None,
     tags: Sequence[str] = (),
     results: list[Result] | None = None,
+    summary: str | None = None,
     limits: str = LIMITS,
 ) -> ModelCard:
     """Writes `README.md` in the folder of a checkpoint.
@@ -87,7 +88,7 @@ def write_model_card(
         folder: Holds `config.json`, and may hold `model.safetensors` and, with the results of a run,
             `all_results.json`.
         name: What the model is called; the folder's name if not given.
-        command: The command that made it. Tokens for the Hub in it are left out.
+        command: The command that made it. Tokens for the Hub, the current folder and the home folder are taken out.
         recipe: What the command's recipe file holds.
         datasets: Names of the data, of a dataset on the Hub or of a file.
         base_model: The model that it was made from: a name on the Hub, or a folder, of which only the last part is
@@ -96,6 +97,7 @@ def write_model_card(
         language: Of the texts, as in ISO 639-1.
         tags: Beside those that follow from the configuration.
         results: Figures with their commands; those of `all_results.json` with `command` if not given.
+        summary: What the model is, in half a sentence.
         limits: What a user has to know.
 
     Returns:
@@ -112,7 +114,8 @@ def write_model_card(
         raise ValueError(f"{folder} has no config.json that names one of {', '.join(TASKS)}, but {architecture!r}")
     task, auto_class, intended_use = TASKS[rest]
     name = name or folder.resolve().name
-    command = SECRETS.sub(r"\1\2...", command) if command else None
+    if command:  # where things lie on a disk is nobody's business
+        command = SECRETS.sub(r"\1\2...", command).replace(f"{Path.cwd()}/", "").replace(str(Path.home()), "~")
     shown = {name: value for name, value in (recipe or {}).items() if not SECRETS.match(f"--{name} -")}
     if results is None:
         figures = _read_json(folder / "all_results.json")
@@ -127,7 +130,7 @@ def write_model_card(
         library_name="transformers",
         tags=sorted({config["model_type"], *tags, *(["custom_code"] if "auto_map" in config else [])}),
         datasets=on_the_hub or None,
-        metrics=sorted({metric.removesuffix("_mm") for metric in measured}) or None,
+        metrics=sorted({_metric_type(metric) for metric in measured}) or None,
         pipeline_tag=task,
         base_model=base_model if base_model and not Path(base_model).exists() else None,
         model_name=name,
@@ -136,7 +139,7 @@ def write_model_card(
                 task_type=task,
                 dataset_type=evaluated_on,
                 dataset_name=evaluated_on,
-                metric_type=metric.removesuffix("_mm"),
+                metric_type=_metric_type(metric),
                 metric_name=metric,
                 metric_value=value,
             )
@@ -155,6 +158,7 @@ def write_model_card(
         parameters=_million_parameters(folder),
         longest=config.get("max_position_embeddings"),
         intended_use=intended_use,
+        summary=summary,
         limits=limits,
         command=command,
         recipe=json.dumps(shown, indent=2) if shown else None,
@@ -174,6 +178,11 @@ def _read_json(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text("utf-8")))
     except (OSError, ValueError):  # there is none, or it is broken
         return {}
+
+
+def _metric_type(name: str) -> str:
+    """The metric that a figure is of."""
+    return name.partition(",")[0].removesuffix("_mm")
 
 
 def _is_result(name: str, value: Any) -> bool:
