@@ -106,8 +106,26 @@ def test_figures_with_their_own_commands_and_where_it_came_from(folder):
     assert str(folder.parent) not in str(card)
 
 
+def test_data_in_words_are_no_dataset_on_the_hub(folder):
+    card = write_model_card(folder, datasets=["speeches of two centuries"])
+    assert card.data.datasets is None
+    assert card.data.eval_results[0].dataset_name == "speeches of two centuries"
+    assert "Data: speeches of two centuries." in card.text
+
+
+def test_a_home_at_the_root_changes_no_path(folder, monkeypatch):
+    monkeypatch.setenv("HOME", "/")
+    assert "--output_dir /a/b" in write_model_card(folder, command="python x.py --output_dir /a/b").text
+
+
+def test_any_other_class_gets_a_card_too(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "mine", "architectures": ["MyNetwork"]}')
+    card = write_model_card(tmp_path)
+    assert "A mine model for feature-extraction (MyNetwork, unknown million parameters)" in card.text
+
+
 def test_a_folder_without_a_model_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"no config.json that names one of"):
+    with pytest.raises(ValueError, match=r"no config.json"):
         write_model_card(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -124,6 +142,8 @@ def test_arguments_know_their_command_and_recipe(tmp_path, kind):
 
 def test_the_template_is_the_package_s():
     assert (CARDS / "template.md").samefile(TEMPLATE)
+    made = {"minilm-linformer", "rxnfp-linformer", "quickstart-mlm", "quickstart-topics"}
+    assert made <= {path.stem for path in CARDS.glob("*.md")}
 
 
 @pytest.mark.parametrize("path", sorted(set(CARDS.glob("*.md")) - {CARDS / "template.md"}), ids=lambda path: path.stem)

@@ -608,6 +608,15 @@ def test_train_loss_and_log_of_a_resumed_run(tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
+def test_adapters_get_the_card_of_transformers(tmp_path):
+    peft = pytest.importorskip("peft")
+    trainer = make_trainer(tmp_path, do_train=True)
+    trainer.model = peft.get_peft_model(trainer.model, peft.LoraConfig(target_modules=["query"]))
+    trainer.finish({"eval_loss": 1.0}, dataset="numbers")
+    assert not (tmp_path / "config.json").exists()
+    assert "library_name: peft" in (tmp_path / "README.md").read_text()
+
+
 def test_a_dataset_can_be_used_by_the_loader(tmp_path):
     rows = datasets.Dataset.from_list([{"input_ids": [5, 6, 7], "labels": [5, -100, -100]}] * 8)
     args = training.AccelerateArguments(output_dir=str(tmp_path), report_to="none", max_steps=1, save_strategy="no")

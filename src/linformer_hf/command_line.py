@@ -78,10 +78,14 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     Raises:
         ValueError: If there is none.
     """
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    # where there are no files, Transformers makes a tokenizer that knows nothing but special tokens
+    message = f"{source} has no tokenizer: add its files, or do the same in Python, which needs none"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except ValueError as error:
+        raise ValueError(message) from error
+    # where there are no files, Transformers may make a tokenizer that knows nothing but special tokens
     if not tokenizer.get_vocab().keys() - {str(token) for token in tokenizer.added_tokens_decoder.values()}:
-        raise ValueError(f"{source} has no tokenizer: add its files, or do the same in Python, which needs none")
+        raise ValueError(message)
     return tokenizer
 
 

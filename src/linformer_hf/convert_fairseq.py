@@ -175,11 +175,11 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         with torch.serialization.safe_globals(list(ALLOWED)):
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except UnpicklingError as error:
-        needed = re.search(r"GLOBAL (\S+)", str(error))
+        if not (needed := re.search(r"GLOBAL (\S+)", str(error))):
+            raise ValueError(f"{path} is no checkpoint of PyTorch: {error}") from error
         raise ValueError(
-            f"{path} cannot be read without running code that it names"
-            + (f": {needed[1]}" if needed else "")
-            + ". Only tensors, plain values and argparse.Namespace are read: save it again without the rest"
+            f"{path} cannot be read without running code that it names: {needed[1]}. Only tensors, plain values and "
+            "argparse.Namespace are read: save it again without the rest"
         ) from error
     except (RuntimeError, EOFError, OSError) as error:
         raise ValueError(f"{path} is no checkpoint of PyTorch: {error}") from error
@@ -235,11 +235,11 @@ def _without_copies(
     """
     model_s = "encoder.sentence_encoder.compress_layer.weight"
     owned = {name: weight for name, weight in tensors.items() if re.fullmatch(_LAYER + r".*compress_.\.weight", name)}
-    values = [name for name in owned if "compress_v" in name]
+    pairs = [(name.replace("compress_v", "compress_k"), name) for name in owned if "compress_v" in name]
     if model_s in tensors and all(torch.equal(weight, tensors[model_s]) for weight in owned.values()):
         sharing, copies = "layerwise", list(owned)
-    elif shared_kv or all(torch.equal(owned[v], owned[v.replace("compress_v", "compress_k")]) for v in values):
-        sharing, copies = "key_value", [model_s, *values]
+    elif shared_kv or all(key in owned and torch.equal(owned[key], owned[value]) for key, value in pairs):
+        sharing, copies = "key_value", [model_s, *(value for _, value in pairs)]
     else:
         sharing, copies = "headwise", [model_s]
     copies = [name for name in copies if name in tensors]

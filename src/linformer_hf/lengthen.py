@@ -122,7 +122,8 @@ def _resize(model: LinformerPreTrainedModel, length: int, method: str) -> Linfor
     config = copy.deepcopy(model.config)
     config.max_position_embeddings = length
     config.num_global_tokens = min(config.num_global_tokens, length)
-    config.projection_seed = (config.projection_seed + 1) % 2**32  # new columns, independent of those that are there
+    if config.projection_type == "random":  # new columns, independent of those that are there
+        config.projection_seed = (config.projection_seed + 1) % 2**32
     lengths = [_projected_length(model.config, k, length, method) for k in model.config.projected_lengths]
     config.projected_length = lengths if isinstance(config.projected_length, list) else lengths[0]
     resized = type(model)(config)
@@ -136,9 +137,8 @@ def _resize(model: LinformerPreTrainedModel, length: int, method: str) -> Linfor
         elif new.shape == weight.shape:
             pass
         elif config.projection_type != "random":
-            scale = (
-                weight.shape[-1] / new.shape[-1] if method == "interpolate" else 1.0
-            )  # a row goes on to sum up to 1
+            # what sums up to 1 goes on to do so
+            scale = weight.shape[-1] / new.shape[-1] if method == "interpolate" else 1.0
             weight = scale * _resize_last_axis(weight, new.shape[-1], method)
         elif method == "interpolate":
             weight = new
@@ -217,7 +217,11 @@ def main(argv: list[str] | None = None) -> None:
     classes = {reference.rpartition(".")[2]: auto_class for auto_class, reference in AUTO_MAP.items()}
     name = next((name for name in config.architectures or [] if name in classes), "LinformerModel")
     model = getattr(transformers, classes[name]).from_pretrained(paths.source, dtype="auto")
-    tokenizer = load_tokenizer(paths.source)
+    tokenizer = None
+    try:
+        tokenizer = load_tokenizer(paths.source)
+    except ValueError as error:  # as `convert_fairseq` may leave it
+        logger.warning("no tokenizer is saved: %s", error)
     if arguments.max_position_embeddings < config.max_position_embeddings:
         resized = shorten(model, arguments.max_position_embeddings)
     else:

@@ -4,6 +4,7 @@ The text is `model_card_template.md`; what is filled in comes from the checkpoin
 """
 
 import json
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from safetensors import safe_open
 
 
@@ -44,13 +47,14 @@ TASKS = {
     ),
 }
 LIMITS = (
-    "Longer inputs are refused, not cut. What it knows is what its training texts say, with their errors and "
+    "It takes no longer inputs. What it knows is what its training texts say, with their errors and "
     "prejudices: check it on texts like yours before you rely on it."
 )
 # Names of figures that are no results
 NO_RESULTS = re.compile(r"epoch|.*(runtime|per_second|samples|steps|flos|truncated).*|train_.*")
-# Flags whose value nobody else shall read
+# Flags whose value nobody else shall read, as the parser takes them
 SECRETS = re.compile(r"(--(?:push.to.)?hub.t\w*)([=\s]+)\S+")
+SECRET_FIELDS = ("hub_token", "push_to_hub_token")
 
 
 @dataclass
@@ -90,7 +94,8 @@ def write_model_card(
         name: What the model is called; the folder's name if not given.
         command: The command that made it. Tokens for the Hub, the current folder and the home folder are taken out.
         recipe: What the command's recipe file holds.
-        datasets: Names of the data, of a dataset on the Hub or of a file.
+        datasets: What the data are: datasets on the Hub, files, or words; only the first go in the front matter's
+            list.
         base_model: The model that it was made from: a name on the Hub, or a folder, of which only the last part is
             written.
         license: Of the weights, as the Hub spells it.
@@ -104,23 +109,23 @@ def write_model_card(
         The card.
 
     Raises:
-        ValueError: If there is no `config.json` with the class of the model.
+        ValueError: If there is no `config.json`.
     """
     folder = Path(folder)
     config = _read_json(folder / "config.json")
     architecture = next(iter(config.get("architectures") or []), "")
-    rest = next((rest for rest in TASKS if architecture.endswith(rest)), None)
-    if rest is None:
-        raise ValueError(f"{folder} has no config.json that names one of {', '.join(TASKS)}, but {architecture!r}")
+    if not config:
+        raise ValueError(f"{folder} has no config.json: save the model there first")
+    rest = next((rest for rest in TASKS if architecture.endswith(rest)), "Model")
     task, auto_class, intended_use = TASKS[rest]
     name = name or folder.resolve().name
     if command:  # where things lie on a disk is nobody's business
-        command = SECRETS.sub(r"\1\2...", command).replace(f"{Path.cwd()}/", "").replace(str(Path.home()), "~")
-    shown = {name: value for name, value in (recipe or {}).items() if not SECRETS.match(f"--{name} -")}
+        command = SECRETS.sub(r"\1\2...", command).replace(f"{Path.cwd()}/", "").replace(f"{Path.home()}/", "~/")
+    shown = {field: value for field, value in (recipe or {}).items() if field not in SECRET_FIELDS}
     if results is None:
         figures = _read_json(folder / "all_results.json")
         results = [Result(figure, value, "as above") for figure, value in figures.items() if _is_result(figure, value)]
-    on_the_hub = [data for data in datasets if not Path(data).exists()]
+    on_the_hub = [data for data in datasets if _may_be_on_the_hub(data)]
     datasets = [_last_part(data) for data in datasets]
     measured = {result.name.removeprefix("eval_"): result.value for result in results}
     evaluated_on = (on_the_hub or datasets or ["unknown"])[0]
@@ -132,7 +137,7 @@ def write_model_card(
         datasets=on_the_hub or None,
         metrics=sorted({_metric_type(metric) for metric in measured}) or None,
         pipeline_tag=task,
-        base_model=base_model if base_model and not Path(base_model).exists() else None,
+        base_model=base_model if base_model and _may_be_on_the_hub(base_model) else None,
         model_name=name,
         eval_results=[
             EvalResult(
@@ -189,6 +194,15 @@ def _is_result(name: str, value: Any) -> bool:
     return isinstance(value, int | float) and not NO_RESULTS.fullmatch(name)
 
 
+def _may_be_on_the_hub(name: str) -> bool:
+    """Whether a name is that of a model or dataset on the Hub, and not of a file or folder, or just words."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return not Path(name).exists()
+
+
 def _last_part(name: str) -> str:
     """A folder's or file's name without the folders that it lies in, which are nobody's business."""
     return Path(name).name if Path(name).exists() else name
@@ -199,10 +213,7 @@ def _million_parameters(folder: Path) -> str:
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (no dict)
-                size = 1
-                for length in tensors.get_slice(name).get_shape():
-                    size *= length
-                total += size
+                total += math.prod(tensors.get_slice(name).get_shape())
     return f"{total / 1e6:.3g}" if total else "unknown"
 
 

@@ -507,8 +507,8 @@ class LinformerPreTrainedModel(PreTrainedModel):
             name, stored, wanted = lengths[0]
             raise ValueError(
                 f"`{name}` has the shape {tuple(stored)} in the checkpoint, but {tuple(wanted)} with this "
-                "configuration: load it with its own `max_position_embeddings` and `projected_length`; for another "
-                "longest input, use `lengthen` or `shorten` of `linformer_hf.lengthen`"
+                "configuration: load it with its own configuration, `max_position_embeddings` and `projected_length` "
+                "among it; for another longest input, use `lengthen` or `shorten` of `linformer_hf.lengthen`"
             )
         return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
 

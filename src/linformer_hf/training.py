@@ -5,7 +5,6 @@ resume exactly, and the figures and files that every run leaves behind.
 """
 
 import contextlib
-import inspect
 import json
 import logging
 import math
@@ -37,6 +36,7 @@ from transformers import CONFIG_MAPPING, HfArgumentParser, PreTrainedModel, PreT
 from transformers.integrations import is_tensorboard_available
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, rotate_checkpoints, sort_checkpoints
+from transformers.utils import CONFIG_NAME
 
 from .configuration_linformer import LinformerConfig
 from .model_card import write_model_card
@@ -233,7 +233,7 @@ def parse_arguments(*dataclass_types: Any, argv: list[str] | None = None) -> tup
     """
     parser = HfArgumentParser(dataclass_types)
     argv = list(sys.argv[1:] if argv is None else argv)
-    script = Path(inspect.stack()[1].filename).name  # not of `sys.argv`: one script may call another
+    script = Path(sys._getframe(1).f_code.co_filename).name  # not of `sys.argv`: one script may call another
     command = shlex.join(["python", script, *argv])
     recipe = {}
     if argv and argv[0].endswith(".json"):
@@ -850,7 +850,9 @@ class Trainer(transformers.Trainer):
             dataset: What the model was trained on.
             **kwargs: As in `transformers.Trainer`; `license`, `language` and `tags` are used.
         """
-        if self.is_world_process_zero():
+        if not Path(self.args.output_dir, CONFIG_NAME).is_file():  # adapters
+            super().create_model_card(dataset=dataset, **kwargs)
+        elif self.is_world_process_zero():
             _write_model_card(self.args, self.model, dataset, **kwargs)
 
     def finish(self, results: dict[str, float], **card: Any) -> dict[str, float]:
