@@ -47,7 +47,11 @@ def test_an_output_that_holds_the_source_is_refused(command, tmp_path):
 @pytest.mark.parametrize("model_type", ["linformer", "bert"])
 def test_a_source_without_tokenizer_is_refused(model_type, tmp_path):
     source = tmp_path / "source"
-    model = build() if model_type == "linformer" else BertModel(BertConfig(hidden_size=12, num_hidden_layers=1, num_attention_heads=1))
+    model = (
+        build()
+        if model_type == "linformer"
+        else BertModel(BertConfig(hidden_size=12, num_hidden_layers=1, num_attention_heads=1))
+    )
     model.save_pretrained(source)
     with pytest.raises(ValueError, match="source has no tokenizer: add its files"):
         command_line.load_tokenizer(str(source))

@@ -79,6 +79,11 @@ def test_each_head_has_its_task(auto_class, head, tmp_path):
     assert card_errors(str(card)) == []
     assert f'{auto_class}.from_pretrained("me/model", trust_remote_code=True)' in card.text
     assert "Not measured." in card.text
+    assert "AutoTokenizer" not in card.text
+    (tmp_path / "tokenizer.json").touch()
+    # without the package, the tokenizer's Auto class asks for the configuration's code, too
+    with_tokenizer = write_model_card(tmp_path, name="me/model").text
+    assert 'tokenizer = AutoTokenizer.from_pretrained("me/model", trust_remote_code=True)\nmodel = ' in with_tokenizer
     assert card.data.eval_results is None
 
 

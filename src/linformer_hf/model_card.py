@@ -160,6 +160,7 @@ def write_model_card(
         task=task,
         architecture=architecture,
         auto_class=auto_class,
+        has_tokenizer=any(folder.glob("tokenizer*")),
         parameters=_million_parameters(folder),
         longest=config.get("max_position_embeddings"),
         intended_use=intended_use,
