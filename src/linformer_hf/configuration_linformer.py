@@ -92,6 +92,9 @@ class LinformerConfig(PreTrainedConfig):
             and values get a layer normalization each (https://arxiv.org/abs/2107.02192, section 3.3).
         norm_first (`bool`, defaults to `False`): Whether layer normalization comes before attention and feed-forward
             (pre-LayerNorm), with a final one after the last layer.
+        sparse_prediction (`bool`, defaults to `True`): Whether the masked-LM head computes the labelled tokens alone
+            where the model is in training mode and gets labels: same loss and gradients, and no logits in the output.
+            Without labels, in evaluation and in compiled models it computes the logits of all tokens.
 
     Raises:
         huggingface_hub.errors.StrictDataclassError: If a field or a combination of fields is not possible; the message
@@ -148,6 +151,7 @@ class LinformerConfig(PreTrainedConfig):
     num_global_tokens: int = 0
     dual_layer_norm: bool = False
     norm_first: bool = False
+    sparse_prediction: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers.activations import ACT2FN
 from transformers.loss.loss_utils import fixed_cross_entropy
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -46,8 +47,8 @@ from .projections_linformer import PROJECTIONS, Padding, Projection
 # Arguments of batches that hold several sequences in one row, as padding-free collators make them.
 PACKED_SEQUENCE_ARGUMENTS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
-# Tokens that the feed-forward, and attention with a local window, take at once in inference on a CPU: what is made on
-# the way stays in the cache, and (b, n, intermediate_size) never exists.
+# Tokens taken at once by feed-forward and attention in inference on a CPU, where what is made on the way stays in the
+# cache and (b, n, intermediate_size) never exists, and by the masked-LM head in training.
 CHUNK = 2048
 
 
@@ -91,10 +92,31 @@ class LinformerEmbeddings(nn.Module):
         return self.dropout(self.LayerNorm(embeddings))
 
 
+def in_cpu_inference(states: torch.Tensor) -> bool:
+    """Whether what is tuned for CPUs is to be used: without gradients, and not in an exported graph."""
+    return states.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_exporting()
+
+
 def in_chunks(states: torch.Tensor) -> bool:
-    """Whether the tokens of (b, n, c) are to be taken `CHUNK` at a time."""
-    whole = torch.is_grad_enabled() or states.device.type != "cpu" or is_tracing(states)
-    return not whole and states.shape[:2].numel() > CHUNK
+    """Whether the tokens of (..., c) are to be taken `CHUNK` at a time."""
+    return in_cpu_inference(states) and not is_tracing(states) and states.shape[:-1].numel() > CHUNK
+
+
+def of_real_tokens(
+    layer: Callable, padding: Padding | None, *states: torch.Tensor, in_front: bool = False
+) -> torch.Tensor:
+    """What `layer` gives for the real tokens of (b, n, c), in their places or in front of their rows.
+
+    Padding costs no work, but where a graph is traced; its outputs are finite, and 0 behind real tokens in front.
+    """
+    if padding is None:
+        return layer(*states)
+    if padding.rows is None:
+        return padding.gather(layer(*states)) if in_front else layer(*states)
+    outputs = layer(*(state.flatten(0, 1)[padding.rows] for state in states))
+    everywhere = outputs.new_zeros(*states[0].shape[:2], outputs.shape[-1])
+    rows = padding.rows_in_front if in_front else padding.rows
+    return everywhere.flatten(0, 1).index_copy(0, rows, outputs).view_as(everywhere)
 
 
 def mask_bias(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -160,10 +182,31 @@ class Blocks(NamedTuple):
         padded = nn.functional.pad(states, (0, 0, margin * self.size, after))
         return padded.view(states.shape[0], -1, self.size, states.shape[2])
 
-    def join(self, start: int, count: int, around: torch.Tensor, everywhere: list[torch.Tensor]) -> torch.Tensor:
-        """What `count` blocks see, (b, count, keys, c): of `fold` with a margin, and of what all blocks see."""
-        near = [around[:, start + shift : start + shift + count] for shift in range(1 + 2 * self.reach)]
-        return torch.cat([*near, *(states[:, None].expand(-1, count, -1, -1) for states in everywhere)], dim=2)
+    def parts(self, step: int | None, batch_size: int, padding: Padding | None) -> list[tuple[Any, Any]]:
+        """Which rows and blocks to take at once, `step` of them or all; of padded rows those with real tokens."""
+        if padding is not None and padding.rows is not None:
+            starts = torch.arange(self.num_blocks, device=padding.lengths.device) * self.size
+            # rows without tokens keep a block: attention of nothing is an error
+            rows, blocks = (starts < padding.lengths.clamp(min=1)).nonzero(as_tuple=True)
+            step = step or len(rows)
+            return list(zip(rows.split(step), blocks.split(step), strict=True))
+        if step is None:
+            return [(slice(None), slice(None))]
+        step = -(-step // batch_size)
+        return [(slice(None), slice(start, start + step)) for start in range(0, self.num_blocks, step)]
+
+    def together(self, outputs: list[torch.Tensor], parts: list[tuple[Any, Any]], batch_size: int) -> torch.Tensor:
+        """(b, blocks, ...) of the outputs of all parts, and 0 for the blocks that are in none."""
+        rows, columns = zip(*parts, strict=True)
+        if isinstance(rows[0], slice):
+            return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
+        whole = outputs[0].new_zeros(batch_size, self.num_blocks, *outputs[0].shape[1:])
+        return whole.index_put((torch.cat(rows), torch.cat(columns)), torch.cat(outputs))
+
+    def sees(self, around: torch.Tensor, everywhere: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Views (b, blocks, keys, c) of what each block sees: of `fold` with a margin, and of what all blocks see."""
+        near = [around[:, shift : shift + self.num_blocks] for shift in range(1 + 2 * self.reach)]
+        return near + [states[:, None].expand(-1, self.num_blocks, -1, -1) for states in everywhere]
 
 
 def eager_attention_forward(
@@ -183,6 +226,25 @@ def eager_attention_forward(
     probabilities = nn.functional.softmax(scores, dim=-1)
     probabilities = nn.functional.dropout(probabilities, p=dropout, training=module.training)
     return torch.matmul(probabilities, value).transpose(1, 2).contiguous(), probabilities
+
+
+def cpu_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """As sdpa, for inference on a CPU: with few keys, plain products of some queries at a time take two thirds."""
+    key, outputs = (key * scaling).transpose(2, 3), []
+    for queries in [query] if is_tracing(query) else query.split(CHUNK // 2, dim=2):
+        scores = torch.matmul(queries, key)
+        if attention_mask is not None:
+            scores = scores + attention_mask
+        outputs.append(torch.matmul(scores.softmax(dim=-1), value).transpose(1, 2))
+    return torch.cat(outputs, dim=1), None
 
 
 def build_projection(config: LinformerConfig, layer_idx: int, role: int = 0) -> Projection:
@@ -241,33 +303,36 @@ class LinformerSelfAttention(nn.Module):
         attend to all n. Inputs of n <= 2w tokens get full attention: (b, h, n, n), and k zeros behind
         them where projected positions have weights, of `linear` and `convolution` or `dual_layer_norm`.
         """
-        tokens, lengths = hidden_states, None
-        if padding is not None:
-            tokens, lengths = padding.gather(hidden_states), padding.lengths
-        exact = [self.key(tokens), self.value(tokens)] if self.window or self.per_head else []
+        query = of_real_tokens(self.query, padding, hidden_states, in_front=self.window > 0)
+        exact = []
+        if self.window or self.per_head:
+            layers = (self.key, self.value)
+            exact = [of_real_tokens(layer, padding, hidden_states, in_front=True) for layer in layers]
+        tokens = of_real_tokens(nn.Identity(), padding, hidden_states, in_front=True)
         if self.window:
-            output, probabilities = self.attend_locally(tokens, lengths, shared_projection, exact, **kwargs)
+            output, probabilities = self.attend_locally(tokens, query, padding, shared_projection, exact, **kwargs)
             if padding is not None:
                 output = padding.scatter(output)
                 if probabilities is not None:
                     probabilities = padding.scatter(probabilities.transpose(1, 2)).transpose(1, 2)
             return output, probabilities
-        key, value, slot_bias = self.project(tokens, lengths, shared_projection, exact)
-        return self.attend(self.query(hidden_states), key, value, slot_bias, **kwargs)
+        key, value, slot_bias = self.project(tokens, padding, shared_projection, exact)
+        return self.attend(query, key, value, slot_bias, **kwargs)
 
     def project(
         self,
         tokens: torch.Tensor,
-        lengths: torch.Tensor | None,
+        padding: Padding | None,
         shared_projection: Callable | None,
         exact: list[torch.Tensor],
         seen: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Keys and values (b, k, c) of the projected tokens, and what is added to their scores, if anything.
 
-        `tokens` (b, n, c), `lengths` and `seen` are as `Projection.forward` takes them; `exact` are the tokens' own
-        keys and values, (b, n, c), where they are needed.
+        `tokens` (b, n, c) and `seen` are as `Projection.forward` takes them; `exact` are the tokens' own
+        keys and values (b, n, c), where they are needed.
         """
+        lengths = None if padding is None else padding.lengths
         owned = (self.key_projection, self.value_projection, shared_projection)
         projections = [projection for projection in owned if projection is not None]
         key_projection, value_projection = projections[0], projections[-1]
@@ -276,8 +341,11 @@ class LinformerSelfAttention(nn.Module):
             # from the layer, since offloading, sharding and adapters change what is in `self.key.bias`
             zeros = tokens.new_zeros(1, tokens.shape[-1])
             key_bias, value_bias = self.key(zeros), self.value(zeros)
-            keys, slot_bias = key_projection(exact[0] - key_bias, lengths, seen)
-            values, _ = value_projection(exact[1] - value_bias, lengths, seen)
+            keys, values = exact[0] - key_bias, exact[1] - value_bias
+            if padding is not None:
+                keys, values = (torch.where(padding.real[..., None], states, 0.0) for states in (keys, values))
+            keys, slot_bias = key_projection(keys, lengths, seen)
+            values, _ = value_projection(values, lengths, seen)
             return keys + key_bias, values + value_bias, slot_bias
         # E(XW)+b = (EX)W+b, and so k rows instead of n go through W
         projected, slot_bias = key_projection(tokens, lengths, seen)
@@ -289,46 +357,53 @@ class LinformerSelfAttention(nn.Module):
     def attend_locally(
         self,
         tokens: torch.Tensor,
-        lengths: torch.Tensor | None,
+        query: torch.Tensor,
+        padding: Padding | None,
         shared_projection: Callable | None,
         exact: list[torch.Tensor],
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `forward`, for tokens (b, n, c) of which the real ones come first. The blocks are folded in the batch."""
+        """As `forward`, for tokens and queries (b, n, c), real ones in front. The blocks are folded in the batch."""
         batch_size, length, _ = tokens.shape
+        lengths = None if padding is None else padding.lengths
         blocks = Blocks.cut(length, self.window, self.config.num_global_tokens)
         bias = blocks.bias(tokens, lengths)
-        query, (keys, values) = self.query(tokens), (self.local_norm(states) for states in exact)
+        keys, values = (self.local_norm(states) for states in exact)
         # what all blocks see
         everywhere = [[states[:, : blocks.num_global]] for states in (keys, values)]
         # one block sees all tokens itself, and projected positions are there only so that weights get a gradient
         if self.projects and (blocks.reach or self.slots_have_weights):
             seen = blocks.seen(tokens.device)
             slot_bias: Any
-            *slots, slot_bias = self.project(tokens, lengths, shared_projection, exact, seen)
+            *slots, slot_bias = self.project(tokens, padding, shared_projection, exact, seen)
             for states, projected in zip(everywhere, slots, strict=True):
                 states.append(self.projected_norm(projected))
             bias = torch.cat([bias.expand(slot_bias.shape[0], -1, -1, -1), slot_bias], dim=-1)
 
-        queries, around = blocks.fold(query), [blocks.fold(states, margin=blocks.reach) for states in (keys, values)]
-        step = -(-CHUNK // (batch_size * blocks.size)) if in_chunks(tokens) else blocks.num_blocks
-        starts = range(0, blocks.num_blocks, step) if in_chunks(tokens) else [0]
+        queries, bias = blocks.fold(query), bias.expand(batch_size, -1, -1, -1)
+        seen_keys, seen_values = (
+            blocks.sees(blocks.fold(states, margin=blocks.reach), more)
+            for states, more in zip((keys, values), everywhere, strict=True)
+        )
+        parts = blocks.parts(-(-CHUNK // blocks.size) if in_chunks(tokens) else None, batch_size, padding)
         outputs, probabilities = [], []
-        for start in starts:
-            part = queries[:, start : start + step]
-            folded = part.shape[:2]
-            key, value = (
-                blocks.join(start, folded[1], *states).flatten(0, 1) for states in zip(around, everywhere, strict=True)
+        for part in parts:
+            key, value = (torch.cat([one[part] for one in seen], dim=-2) for seen in (seen_keys, seen_values))
+            folded = queries[part].shape[:-2]
+            output, weights = self.attend(
+                *(states.flatten(0, -3) for states in (queries[part], key, value)),
+                bias[part].flatten(0, -3)[:, None],
+                **kwargs,
             )
-            part_bias = bias[:, start : start + step].expand(batch_size, -1, -1, -1).flatten(0, 1)[:, None]
-            output, weights = self.attend(part.flatten(0, 1), key, value, part_bias, **kwargs)
-            outputs.append(output.unflatten(0, folded).flatten(1, 2))
+            outputs.append(output.unflatten(0, folded))
             if weights is not None:
-                probabilities.append(weights.unflatten(0, folded).transpose(1, 2).flatten(2, 3))
-        output = torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
+                probabilities.append(weights.unflatten(0, folded))
+        output = blocks.together(outputs, parts, batch_size).flatten(1, 2)
         columns = torch.arange(length, device=tokens.device)
         output = output[:, columns] if torch.compiler.is_exporting() else output[:, :length]
-        weights = torch.cat(probabilities, dim=2)[:, :, :length] if probabilities else None
+        weights = None
+        if probabilities:
+            weights = blocks.together(probabilities, parts, batch_size).transpose(1, 2).flatten(2, 3)[:, :, :length]
         if blocks.num_global:
             row_bias = None
             if lengths is not None:
@@ -362,6 +437,8 @@ class LinformerSelfAttention(nn.Module):
                     f"`local_attention_window={self.window}` needs: use 'sdpa'"
                 )
             bias = bias.to(query.dtype).expand(-1, -1, query.shape[1], -1)
+        if self.config._attn_implementation == "sdpa" and not self.window and in_cpu_inference(query):
+            attention_interface = cpu_attention_forward
         output, probabilities = attention_interface(
             self,
             *(self.split_heads(states) for states in (query, key, value)),
@@ -405,10 +482,10 @@ class LinformerAttention(nn.Module):
         self.self = LinformerSelfAttention(config, layer_idx)
         self.output = LinformerOutput(config, config.hidden_size)
 
-    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, padding: Padding | None, **kwargs: Any) -> torch.Tensor:
         """Gives (b, n, c)."""
-        context, _ = self.self(self.output.before(hidden_states), **kwargs)
-        return self.output(context, hidden_states)
+        context, _ = self.self(self.output.before(hidden_states), padding=padding, **kwargs)
+        return of_real_tokens(self.output, padding, context, hidden_states)
 
 
 class LinformerIntermediate(nn.Module):
@@ -441,14 +518,14 @@ class LinformerLayer(GradientCheckpointingLayer):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Gives (b, n, c)."""
-        hidden_states = self.attention(hidden_states, padding=padding, shared_projection=shared_projection, **kwargs)
-        if not in_chunks(hidden_states):
-            return self.feed_forward(hidden_states)
-        chunks = hidden_states.flatten(0, 1).split(CHUNK)
-        return torch.cat([self.feed_forward(chunk) for chunk in chunks]).view(hidden_states.shape)
+        hidden_states = self.attention(hidden_states, padding, shared_projection=shared_projection, **kwargs)
+        return of_real_tokens(self.feed_forward, padding, hidden_states)
 
     def feed_forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The second half of the layer, for any number of tokens (..., c)."""
+        if in_chunks(hidden_states):
+            chunks = hidden_states.flatten(0, -2).split(CHUNK)
+            return torch.cat([self.feed_forward(chunk) for chunk in chunks]).view(hidden_states.shape)
         return self.output(self.intermediate(self.output.before(hidden_states)), hidden_states)
 
 
@@ -687,17 +764,40 @@ class LinformerForMaskedLM(LinformerPreTrainedModel):
         labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> MaskedLMOutput:
-        """As `LinformerModel`, with `logits` (b, n, vocab_size) and the mean loss of `labels` (b, n) but -100."""
+        """As `LinformerModel`, with `logits` (b, n, vocab_size) and the mean loss of `labels` (b, n) but -100.
+
+        In training with labels there are no logits, and the head takes the labelled tokens alone, unless
+        `config.sparse_prediction` is off or the model is compiled.
+        """
         outputs = self.linformer(
             input_ids, attention_mask, token_type_ids, position_ids, inputs_embeds, return_dict=True, **kwargs
         )
-        logits = self.lm_head(outputs.last_hidden_state)
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
+        logits, loss = None, None
+        if labels is not None and self.training and self.config.sparse_prediction and not is_tracing(labels):
+            loss = self.sparse_loss(outputs.last_hidden_state, labels, **kwargs)
+        else:
+            logits = self.lm_head(outputs.last_hidden_state)
+            if labels is not None:
+                loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
         return MaskedLMOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, attentions=outputs.attentions
         )
+
+    def sparse_loss(self, hidden_states: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """The loss of `forward`; logits exist for `CHUNK` labelled tokens at a time."""
+        labels = labels.to(hidden_states.device)
+        labelled = labels != kwargs.get("ignore_index", -100)
+        hidden_states, labels = hidden_states[labelled], labels[labelled]
+        if kwargs.get("num_items_in_batch") is None:
+            kwargs["num_items_in_batch"] = labels.numel()  # the loss is a sum over the parts then, divided by this
+
+        def part(hidden_states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return self.loss_function(self.lm_head(hidden_states), labels, vocab_size=self.config.vocab_size, **kwargs)
+
+        if labels.numel() <= CHUNK:
+            return part(hidden_states, labels)
+        parts = zip(hidden_states.split(CHUNK), labels.split(CHUNK), strict=True)
+        return torch.stack([checkpoint(part, *chunk, use_reentrant=False) for chunk in parts]).sum()
 
 
 class LinformerClassificationHead(nn.Module):

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from transformers import initialization as init
+from transformers.utils.import_utils import is_tracing
 
 from .configuration_linformer import LinformerConfig
 
@@ -33,12 +34,17 @@ class Padding(NamedTuple):
         place: (b, n), the inverse: where `order` has each column.
         real: (b, n), whether the row has a j-th real token.
         lengths: (b, 1), number of real tokens.
+        rows: (number of real tokens,), where these are in a flattened batch (b·n, c); `None` in traced graphs, whose
+            shapes must not depend on values.
+        rows_in_front: The same once they are gathered.
     """
 
     order: torch.Tensor
     place: torch.Tensor
     real: torch.Tensor
     lengths: torch.Tensor
+    rows: torch.Tensor | None
+    rows_in_front: torch.Tensor | None
 
     @classmethod
     def from_mask(cls, mask: torch.Tensor) -> "Padding":
@@ -48,7 +54,9 @@ class Padding(NamedTuple):
         columns = torch.arange(mask.shape[1], device=mask.device).expand(mask.shape)
         # real tokens first, both kinds in their order
         place = torch.where(mask, mask.cumsum(dim=1), lengths + (~mask).cumsum(dim=1)) - 1
-        return cls(torch.zeros_like(place).scatter(1, place, columns), place, columns < lengths, lengths)
+        real, order = columns < lengths, torch.zeros_like(place).scatter(1, place, columns)
+        flat = (None if is_tracing(mask) else where.flatten().nonzero()[:, 0] for where in (mask, real))
+        return cls(order, place, real, lengths, *flat)
 
     def gather(self, states: torch.Tensor) -> torch.Tensor:
         """Moves the real tokens of (b, n, c) to the front of their rows, in order, and zeros behind them."""
