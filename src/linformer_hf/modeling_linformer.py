@@ -113,10 +113,8 @@ def of_real_tokens(
         return layer(*states)
     if padding.rows is None:
         return padding.gather(layer(*states)) if in_front else layer(*states)
-    outputs = layer(*(state.flatten(0, 1)[padding.rows] for state in states))
-    everywhere = outputs.new_zeros(*states[0].shape[:2], outputs.shape[-1])
-    rows = padding.rows_in_front if in_front else padding.rows
-    return everywhere.flatten(0, 1).index_copy(0, rows, outputs).view_as(everywhere)
+    outputs = layer(*(state.flatten(0, 1)[padding.rows[0]] for state in states))
+    return padding.spread(outputs, padding.rows[in_front])
 
 
 def mask_bias(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -308,7 +306,7 @@ class LinformerSelfAttention(nn.Module):
         if self.window or self.per_head:
             layers = (self.key, self.value)
             exact = [of_real_tokens(layer, padding, hidden_states, in_front=True) for layer in layers]
-        tokens = of_real_tokens(nn.Identity(), padding, hidden_states, in_front=True)
+        tokens = hidden_states if padding is None else padding.gather(hidden_states)
         if self.window:
             output, probabilities = self.attend_locally(tokens, query, padding, shared_projection, exact, **kwargs)
             if padding is not None:
@@ -388,13 +386,12 @@ class LinformerSelfAttention(nn.Module):
         parts = blocks.parts(-(-CHUNK // blocks.size) if in_chunks(tokens) else None, batch_size, padding)
         outputs, probabilities = [], []
         for part in parts:
-            key, value = (torch.cat([one[part] for one in seen], dim=-2) for seen in (seen_keys, seen_values))
             folded = queries[part].shape[:-2]
-            output, weights = self.attend(
-                *(states.flatten(0, -3) for states in (queries[part], key, value)),
-                bias[part].flatten(0, -3)[:, None],
-                **kwargs,
+            query_part = queries[part].flatten(0, -3)
+            key, value = (
+                torch.cat([one[part] for one in seen], dim=-2).flatten(0, -3) for seen in (seen_keys, seen_values)
             )
+            output, weights = self.attend(query_part, key, value, bias[part].flatten(0, -3)[:, None], **kwargs)
             outputs.append(output.unflatten(0, folded))
             if weights is not None:
                 probabilities.append(weights.unflatten(0, folded))
@@ -437,7 +434,8 @@ class LinformerSelfAttention(nn.Module):
                     f"`local_attention_window={self.window}` needs: use 'sdpa'"
                 )
             bias = bias.to(query.dtype).expand(-1, -1, query.shape[1], -1)
-        if self.config._attn_implementation == "sdpa" and not self.window and in_cpu_inference(query):
+        sdpa = attention_interface is ALL_ATTENTION_FUNCTIONS["sdpa"]
+        if sdpa and in_cpu_inference(query) and not (self.training or self.window):
             attention_interface = cpu_attention_forward
         output, probabilities = attention_interface(
             self,

@@ -34,17 +34,15 @@ class Padding(NamedTuple):
         place: (b, n), the inverse: where `order` has each column.
         real: (b, n), whether the row has a j-th real token.
         lengths: (b, 1), number of real tokens.
-        rows: (number of real tokens,), where these are in a flattened batch (b·n, c); `None` in traced graphs, whose
-            shapes must not depend on values.
-        rows_in_front: The same once they are gathered.
+        rows: Two of (number of real tokens,): where these are in a flattened batch (b·n, c), and where once gathered.
+            `None` in traced graphs, whose shapes must not depend on values.
     """
 
     order: torch.Tensor
     place: torch.Tensor
     real: torch.Tensor
     lengths: torch.Tensor
-    rows: torch.Tensor | None
-    rows_in_front: torch.Tensor | None
+    rows: tuple[torch.Tensor, torch.Tensor] | None
 
     @classmethod
     def from_mask(cls, mask: torch.Tensor) -> "Padding":
@@ -55,17 +53,26 @@ class Padding(NamedTuple):
         # real tokens first, both kinds in their order
         place = torch.where(mask, mask.cumsum(dim=1), lengths + (~mask).cumsum(dim=1)) - 1
         real, order = columns < lengths, torch.zeros_like(place).scatter(1, place, columns)
-        flat = (None if is_tracing(mask) else where.flatten().nonzero()[:, 0] for where in (mask, real))
-        return cls(order, place, real, lengths, *flat)
+        rows = None if is_tracing(mask) else (mask.flatten().nonzero()[:, 0], real.flatten().nonzero()[:, 0])
+        return cls(order, place, real, lengths, rows)
+
+    def spread(self, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """(b, n, ...) with the states of real tokens (real tokens, ...) at these rows of b·n, and zeros elsewhere."""
+        everywhere = states.new_zeros(self.real.numel(), *states.shape[1:])
+        return everywhere.index_copy_(0, rows, states).unflatten(0, self.real.shape)
 
     def gather(self, states: torch.Tensor) -> torch.Tensor:
         """Moves the real tokens of (b, n, c) to the front of their rows, in order, and zeros behind them."""
+        if self.rows is not None:
+            return self.spread(states.flatten(0, 1)[self.rows[0]], self.rows[1])
         index = self.order[..., None].expand(states.shape)
         # `where` and not a product: the padding may hold NaN or inf
         return torch.where(self.real[..., None], states.gather(1, index), 0.0)
 
     def scatter(self, states: torch.Tensor) -> torch.Tensor:
-        """Moves the tokens of (b, n, ...) back to where `gather` took them from."""
+        """Moves the real tokens of (b, n, ...) back to where `gather` took them from."""
+        if self.rows is not None:
+            return self.spread(states.flatten(0, 1)[self.rows[1]], self.rows[0])
         index = self.place.view(*self.place.shape, *[1] * (states.dim() - 2))
         return states.gather(1, index.expand(states.shape))
 
