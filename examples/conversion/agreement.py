@@ -19,6 +19,7 @@ from typing import Any
 
 import conversion_data
 import torch
+from measuring import Records
 from scipy.stats import spearmanr
 from torch.nn import functional as F
 from tqdm import tqdm
@@ -159,7 +160,7 @@ def held_out_texts(args: Arguments, tokenizer: PreTrainedTokenizerBase) -> dict[
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     (args,) = training.parse_arguments(Arguments, argv=argv)
     torch.set_num_threads(args.threads)
-    records = conversion_data.Records(args.output_file)
+    records = Records(args.output_file)
     shared = {"max_texts": args.max_texts, **args.calibration()}
     others = None
     if args.calibration_speeches:

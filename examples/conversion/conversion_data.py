@@ -1,7 +1,7 @@
 # /// script
 # dependencies = ["linformer_hf[examples]"]
 # ///
-"""Texts, batches and records of the conversion scripts; as a script, writes the Wikipedia extracts for `run_mlm.py`.
+"""Texts and batches of the conversion scripts; as a script, writes the Wikipedia extracts for `run_mlm.py`.
 
     python examples/conversion/conversion_data.py --output_dir runs/extracts
 
@@ -10,12 +10,8 @@ The same 500 extracts are held out everywhere: no training and no healing here s
 
 import json
 import lzma
-import os
-import platform
 import random
-import subprocess
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -23,7 +19,6 @@ from typing import Any
 
 import datasets
 import torch
-import transformers
 from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import AutoTokenizer, BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
@@ -266,43 +261,6 @@ def masked_lm_scores(model: PreTrainedModel, masked: list[BatchEncoding]) -> dic
         sums += torch.stack([loss, logits.argmax(-1).eq(labels).sum(), chosen.sum()]).double()
     loss, right, count = sums.tolist()
     return {"loss": loss / count, "top1": right / count}
-
-
-class Records:
-    """Figures of configurations in a file of JSON lines, so that a killed run goes on where it was.
-
-    Args:
-        path: The file; it need not exist.
-    """
-
-    def __init__(self, path: str):
-        self.path = Path(path)
-        self.records = [json.loads(line) for line in self.path.open()] if self.path.exists() else []
-
-    def missing(self, configurations: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Those configurations that no record has."""
-        return [c for c in configurations if not any(c == {name: r.get(name) for name in c} for r in self.records)]
-
-    def add(self, configuration: dict[str, Any], figures: dict[str, Any]) -> None:
-        """Writes the figures of a configuration, and where they were measured."""
-        self.records.append({**configuration, **figures, **environment()})
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_name(f".tmp-{self.path.name}")
-        temporary.write_text("".join(json.dumps(record) + "\n" for record in self.records), "utf-8")
-        os.replace(temporary, self.path)
-
-
-def environment() -> dict[str, Any]:
-    """Commit, versions and machine."""
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
-    return {
-        "commit": git.stdout.strip() or "unknown",
-        "machine": f"{platform.machine()} CPU, {torch.get_num_threads()} threads",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
 
 
 def main(argv: list[str] | None = None) -> dict[str, int]:

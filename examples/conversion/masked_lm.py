@@ -18,6 +18,7 @@ from typing import Any
 
 import conversion_data
 import torch
+from measuring import Records
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if args.model_name_or_path is None:
         raise ValueError("--model_name_or_path is missing: pass a masked language model that run_mlm.py trained")
     torch.set_num_threads(args.threads)
-    records = conversion_data.Records(args.output_file)
+    records = Records(args.output_file)
     source = load_source(args.model_name_or_path, "fill-mask", "float32")
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
     train, held_out = conversion_data.wikipedia_extracts()

@@ -17,6 +17,7 @@ from typing import Any
 
 import conversion_data
 import torch
+from measuring import Records
 from torch.nn import functional as F
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -93,7 +94,7 @@ def embed(
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     (args,) = training.parse_arguments(Arguments, argv=argv)
     torch.set_num_threads(args.threads)
-    records = conversion_data.Records(args.output_file)
+    records = Records(args.output_file)
     source, tokenizer = conversion_data.load_encoder(args.model_name_or_path)
     speeches = conversion_data.read_texts(args.speeches_file)[: args.max_texts]
     documents = conversion_data.tokenize(tokenizer, speeches)

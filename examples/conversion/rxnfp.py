@@ -25,6 +25,7 @@ from typing import Any
 
 import conversion_data
 import torch
+from measuring import Records
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from tqdm import tqdm
 from transformers import BertForMaskedLM, PreTrainedTokenizerFast
@@ -114,7 +115,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if args.rxnfp is None:
         raise ValueError("--rxnfp is missing: pass the wheel (pip download --no-deps rxnfp==0.1.0)")
     torch.set_num_threads(args.threads)
-    records = conversion_data.Records(args.output_file)
+    records = Records(args.output_file)
     source, tokenizer = load(args.rxnfp)
     reactions = read_reactions(args)
     rows = [conversion_data.framed(tokenizer, ids) for ids in conversion_data.tokenize(tokenizer, reactions)]

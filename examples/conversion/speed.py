@@ -17,7 +17,7 @@ from typing import Any
 
 import conversion_data
 import torch
-from quick_check import interleaved_medians
+from measuring import Records, interleaved_medians
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -62,7 +62,7 @@ def largest_difference(model: PreTrainedModel, source: PreTrainedModel) -> float
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     (args,) = training.parse_arguments(Arguments, argv=argv)
     torch.set_num_threads(args.threads)
-    records = conversion_data.Records(args.output_file)
+    records = Records(args.output_file)
     encoder, _ = conversion_data.load_encoder(args.model_name_or_path)
     for length in tqdm(args.lengths):
         shared = {"length": length, "dtype": args.dtype, "repeats": args.repeats}

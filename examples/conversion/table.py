@@ -7,7 +7,8 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-import conversion_data
+import conversion_data  # noqa: F401  # makes the next found
+from measuring import Records
 
 from linformer_hf import training
 
@@ -52,7 +53,7 @@ def markdown(records: list[dict[str, Any]], columns: list[str]) -> str:
 
 def main(argv: list[str] | None = None) -> dict[str, int]:
     (args,) = training.parse_arguments(Arguments, argv=argv)
-    records = conversion_data.Records(args.input_file).records
+    records = Records(args.input_file).records
     if not records:
         raise ValueError(f"--input_file {args.input_file} does not exist or has no lines: run a script that writes it")
     if args.sort_by:
