@@ -239,8 +239,8 @@ def cpu_attention_forward(
     key, outputs = (key * scaling).transpose(2, 3), []
     for queries in [query] if is_tracing(query) else query.split(CHUNK // 2, dim=2):
         scores = torch.matmul(queries, key)
-        if attention_mask is not None:
-            scores = scores + attention_mask
+        if attention_mask is not None:  # its rows are alike
+            scores = scores + attention_mask[:, :, : queries.shape[2]]
         outputs.append(torch.matmul(scores.softmax(dim=-1), value).transpose(1, 2))
     return torch.cat(outputs, dim=1), None
 
