@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import Records, added_memory, environment, return_freed_memory, seconds
+from measuring import Records, added_memory, environment, freed_memory_is_returned, seconds
 from peers import (
     MODELS,
     PROJECTED,
@@ -242,7 +242,6 @@ def configuration(measure: str, name: str, shape: Shape) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     (args,) = training.parse_arguments(Arguments, argv=argv)
     torch.set_num_threads(args.threads)
-    return_freed_memory()
     records = Records(args.output_file)
     print(", ".join(f"{name}: {value}" for name, value in environment(args.device).items()))
     print(f"{args.num_hidden_layers} layers of base size, batch {args.batch_size}")
@@ -262,7 +261,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             results = dict.fromkeys(shapes, figures) if "failed" in figures else figures
         else:
             function = largest_batch if measure == "largest_batch" else memory
-            results = {n: in_own_process(function, args, measure, n.split("@")[0], shapes[n]) for n in tqdm(missing)}
+            with freed_memory_is_returned():
+                results = {
+                    n: in_own_process(function, args, measure, n.split("@")[0], shapes[n]) for n in tqdm(missing)
+                }
         for name, result in results.items():
             records.add(wanted[name], result, args.device)
     return {"records": records.records}

@@ -6,7 +6,8 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,17 @@ def added_memory(run: Callable[[], object], device: str = "cpu") -> float:
     return resident_memory("VmHWM") - before
 
 
-def return_freed_memory() -> None:
-    """Makes processes that are started from now on return what they free: kept memory would hide a part of peaks."""
+@contextmanager
+def freed_memory_is_returned() -> Iterator[None]:
+    """Processes that are started meanwhile return what they free: kept memory would hide a part of peaks.
+
+    This slows them down, and so it is not for measuring time.
+    """
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
+    try:
+        yield
+    finally:
+        del os.environ["MALLOC_MMAP_THRESHOLD_"]
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:

@@ -14,7 +14,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
-from measuring import added_memory, environment, interleaved_medians, return_freed_memory
+from measuring import added_memory, environment, freed_memory_is_returned, interleaved_medians
 from peers import PyPIAttention, Shape, difference_to_roberta, forward_pass
 from transformers import HfArgumentParser
 
@@ -68,10 +68,9 @@ def main() -> None:
     seconds = interleaved_medians(runs, args.repeats)
     report("time with w=64, k=64 / without window, n=16384", seconds["window"] / seconds["plain"], 1.5, at_least=False)
     if sys.platform == "linux":
-        return_freed_memory()
         memory = {}
         for length in (4096, 16384):
-            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            with freed_memory_is_returned(), ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
                 memory[length] = pool.submit(peak_memory, args, length).result()
         print(f"peak memory of a forward pass: {memory[4096]:.0f} MiB at 4096, {memory[16384]:.0f} MiB at 16384")
         report("memory(16384) / memory(4096)", memory[16384] / memory[4096], 4.2, at_least=False)
