@@ -1,5 +1,6 @@
-"""Tiny configurations, random inputs and the one table of tolerances."""
+"""Tiny configurations, random inputs, what is computed, and the one table of tolerances."""
 
+import itertools
 import os
 
 
@@ -7,6 +8,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test m
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import linformer_hf
 
@@ -42,6 +45,41 @@ TINY = {
     "attention_probs_dropout_prob": 0.0,
 }
 
+# every type, every sharing of the learned ones, and both ends of a list of k
+VARIANTS = [{"projection_type": t, "projection_sharing": s} for t, s in itertools.product(STORED, SHARINGS)]
+VARIANTS += [{"projection_type": t} for t in POOLINGS]
+VARIANTS += [{"norm_first": True, "projection_sharing": "key_value"}]
+# the local window: with every type, more global tokens than a block holds, without slots, in some layers only
+WINDOW = {"local_attention_window": 5, "num_global_tokens": 2}
+NO_SLOTS = {"projected_length": 0, **WINDOW}
+WINDOWED = [
+    {"projection_type": "mean_pooling", **WINDOW},
+    {"projection_sharing": "headwise", "local_attention_window": 7},
+    {"projection_type": "random", "dual_layer_norm": True, "layer_norm_eps": 1e-3, **WINDOW},
+    {
+        "projection_type": "convolution",
+        "projection_sharing": "none",
+        "norm_first": True,
+        "local_attention_window": 3,
+        "num_global_tokens": 4,
+    },
+    {
+        "projection_type": "max_pooling",
+        "projection_sharing": "key_value",
+        "projected_length": [7, 3],
+        "local_attention_window": [0, 5],
+        "num_global_tokens": 1,
+    },
+    NO_SLOTS,
+    {
+        "projection_sharing": "key_value",
+        "dual_layer_norm": True,
+        "projected_length": [7, 0],
+        "local_attention_window": [0, 4],
+        "num_global_tokens": 2,
+    },
+]
+
 HEADS = {
     "AutoModel": "LinformerModel",
     "AutoModelForMaskedLM": "LinformerForMaskedLM",
@@ -50,6 +88,20 @@ HEADS = {
     "AutoModelForQuestionAnswering": "LinformerForQuestionAnswering",
     "AutoModelForMultipleChoice": "LinformerForMultipleChoice",
 }
+
+
+def variant_name(overrides):
+    return "-".join(value if isinstance(value, str) else f"{name}={value}" for name, value in overrides.items())
+
+
+def one_layer(overrides):
+    """The same with one layer, a list's last one."""
+    lists = {name: value[-1] for name, value in overrides.items() if isinstance(value, list)}
+    return {**overrides, **lists, "num_hidden_layers": 1}
+
+
+every_variant = pytest.mark.parametrize("overrides", VARIANTS + WINDOWED, ids=variant_name)
+every_windowed = pytest.mark.parametrize("overrides", WINDOWED, ids=variant_name)
 
 
 def tiny_config(**overrides):
@@ -96,6 +148,11 @@ def mask_of(layout, batch, seq_len, seed=0):
     return mask
 
 
+def padded(batch, seq_len, layout):
+    """Random tokens and a mask whose rows have from 1 to all of them."""
+    return random_ids(batch, seq_len), mask_of(layout, batch, seq_len)
+
+
 def difference(actual, expected):
     """The largest absolute difference; NaN anywhere counts as infinite, so that no comparison passes by accident."""
     assert actual.shape == expected.shape, (actual.shape, expected.shape)
@@ -103,6 +160,40 @@ def difference(actual, expected):
         return 0.0
     gap = (actual.detach().double() - expected.detach().double()).abs().max().item()
     return gap if gap == gap else float("inf")
+
+
+class Operations(TorchDispatchMode):
+    """Records what PyTorch computes, in backward passes too.
+
+    Attributes:
+        kernels: Names of the operations that write to memory, which views do not.
+        made: Shapes of the tensors in new memory.
+        largest: The most numbers for which an operation took new memory, and that operation.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.kernels, self.made, self.largest = [], [], (0, None)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {memory(tensor) for tensor in tensors_of((args, kwargs))}
+        result = function(*args, **(kwargs or {}))
+        new = [tensor for tensor in tensors_of(result) if memory(tensor) not in given]
+        if new or function._schema.is_mutable:
+            self.kernels.append(str(function))
+        for tensor in new:
+            self.made.append(tuple(tensor.shape))
+            size = tensor.untyped_storage().nbytes() // tensor.element_size()
+            self.largest = max(self.largest, (size, str(function)), key=lambda record: record[0])
+        return result
+
+
+def tensors_of(tree):
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def memory(tensor):
+    return tensor.untyped_storage()._cdata
 
 
 @pytest.fixture(autouse=True)

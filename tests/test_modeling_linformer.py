@@ -11,22 +11,29 @@ import torch
 import torch.nn.functional as F
 from conftest import (
     HEADS,
+    NO_SLOTS,
     POOLINGS,
     SHARINGS,
-    STORED,
     TINY,
     TOLERANCE,
     TYPES,
+    VARIANTS,
+    WINDOW,
+    WINDOWED,
+    Operations,
     build,
     difference,
+    every_variant,
+    every_windowed,
     fill_with_noise,
     mask_of,
+    one_layer,
+    padded,
     random_ids,
     tiny_config,
+    variant_name,
 )
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AttentionInterface,
     BertConfig,
@@ -36,63 +43,18 @@ from transformers import (
     RobertaConfig,
     RobertaForMaskedLM,
 )
+from transformers.loss.loss_utils import fixed_cross_entropy
 
 import linformer_hf
-from linformer_hf import LinformerForMaskedLM, LinformerModel
+from linformer_hf import LinformerForMaskedLM, LinformerModel, modeling_linformer
 from linformer_hf.convert_hf import convert_encoder
 
 
 LAYOUTS = ("right", "left", "holes")
 CLASSES = tuple(HEADS.values())
-# every type, every sharing of the learned ones, and both ends of a list of k
-VARIANTS = [{"projection_type": t, "projection_sharing": s} for t, s in itertools.product(STORED, SHARINGS)]
-VARIANTS += [{"projection_type": t} for t in POOLINGS]
-VARIANTS += [{"norm_first": True, "projection_sharing": "key_value"}]
-# the local window: with every type, more global tokens than a block holds, without slots, in some layers only
-WINDOW = {"local_attention_window": 5, "num_global_tokens": 2}
-NO_SLOTS = {"projected_length": 0, **WINDOW}
-WINDOWED = [
-    {"projection_type": "mean_pooling", **WINDOW},
-    {"projection_sharing": "headwise", "local_attention_window": 7},
-    {"projection_type": "random", "dual_layer_norm": True, "layer_norm_eps": 1e-3, **WINDOW},
-    {
-        "projection_type": "convolution",
-        "projection_sharing": "none",
-        "norm_first": True,
-        "local_attention_window": 3,
-        "num_global_tokens": 4,
-    },
-    {
-        "projection_type": "max_pooling",
-        "projection_sharing": "key_value",
-        "projected_length": [7, 3],
-        "local_attention_window": [0, 5],
-        "num_global_tokens": 1,
-    },
-    NO_SLOTS,
-    {
-        "projection_sharing": "key_value",
-        "dual_layer_norm": True,
-        "projected_length": [7, 0],
-        "local_attention_window": [0, 4],
-        "num_global_tokens": 2,
-    },
-]
 KINDS = [{"projection_type": kind} for kind in TYPES] + WINDOWED
 
 
-def variant_name(overrides):
-    return "-".join(value if isinstance(value, str) else f"{name}={value}" for name, value in overrides.items())
-
-
-def one_layer(overrides):
-    """The same with one layer, a list's last one."""
-    lists = {name: value[-1] for name, value in overrides.items() if isinstance(value, list)}
-    return {**overrides, **lists, "num_hidden_layers": 1}
-
-
-every_variant = pytest.mark.parametrize("overrides", VARIANTS + WINDOWED, ids=variant_name)
-every_windowed = pytest.mark.parametrize("overrides", WINDOWED, ids=variant_name)
 every_kind = pytest.mark.parametrize("overrides", KINDS, ids=variant_name)
 every_type = pytest.mark.parametrize("kind", TYPES)
 every_class = pytest.mark.parametrize("head", CLASSES)
@@ -119,11 +81,6 @@ def example(head, seq_len=23, seed=0, batch=4, **model_overrides):
         inputs["input_ids"] = random_ids(batch * 3, seq_len, seed).view(batch, 3, seq_len)
         inputs["labels"] = torch.randint(0, 3, (batch,), generator=generator)
     return inputs
-
-
-def padded(batch, seq_len, layout):
-    """Random tokens and a mask whose rows have from 1 to all of them."""
-    return random_ids(batch, seq_len), mask_of(layout, batch, seq_len)
 
 
 def scalar(output):
@@ -243,6 +200,19 @@ def test_padding_changes_nothing(overrides, layout):
         assert difference(states[row, real], alone) < TOLERANCE["float32"]
         one = model(ids[row : row + 1], mask[row : row + 1]).last_hidden_state[0, real]
         assert difference(one, alone) < TOLERANCE["float32"]
+
+
+@every_variant
+def test_padding_changes_no_gradient(overrides):
+    model, mask = build(**overrides).double(), mask_of("holes", 3, 61)
+    words, direction = torch.randn(2, 3, 61, 30, dtype=torch.float64).requires_grad_()
+    states = model(inputs_embeds=words, attention_mask=mask)[0]
+    (together,) = torch.autograd.grad((states * direction)[mask.bool()].sum(), words)
+    for row in range(3):
+        real = mask[row].bool()
+        states = model(inputs_embeds=words[row : row + 1, real])[0]
+        (alone,) = torch.autograd.grad((states * direction[row : row + 1, real]).sum(), words)
+        assert difference(together[row], alone[row]) < TOLERANCE["float64"]
 
 
 @every_kind
@@ -530,6 +500,86 @@ def test_eager_is_sdpa(overrides, layout):
     assert max(difference(a, b) for a, b in zip(*gradients, strict=True)) < TOLERANCE["float32"]
 
 
+class PlainProducts:
+    """Counts the calls of the attention for inference on CPUs."""
+
+    def __init__(self, monkeypatch):
+        self.calls, self.forward = 0, modeling_linformer.cpu_attention_forward
+        monkeypatch.setattr(modeling_linformer, "cpu_attention_forward", self)
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        return self.forward(*args, **kwargs)
+
+
+@every_type
+@pytest.mark.parametrize("layout", [None, *LAYOUTS])
+@pytest.mark.parametrize("chunk", [2048, 40])
+def test_plain_products_of_inference_are_eager(chunk, layout, kind, monkeypatch):
+    model, plain = build(projection_type=kind), PlainProducts(monkeypatch)
+    monkeypatch.setattr(modeling_linformer, "CHUNK", chunk)
+    ids, mask = padded(3, 61, layout) if layout else (random_ids(3, 61), torch.ones(3, 61, dtype=torch.long))
+    with torch.no_grad():
+        states = model(ids, mask)[0]
+        assert plain.calls == 2
+        model.set_attn_implementation("eager")
+        expected = model(ids, mask)[0]
+    assert plain.calls == 2
+    assert difference(states[mask.bool()], expected[mask.bool()]) < TOLERANCE["float32"]
+
+
+@pytest.mark.parametrize("chunk", [2048, 40])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_plain_products_are_as_precise_as_their_dtype(dtype, biased, chunk, monkeypatch):
+    plain, model = PlainProducts(monkeypatch), build(num_hidden_layers=1)
+    monkeypatch.setattr(modeling_linformer, "CHUNK", chunk)
+    query, key, value = (torch.randn(2, length, 30, dtype=dtype) for length in (61, 7, 7))
+    visible = torch.rand(2, 1, 1, 7) < 0.7
+    visible[..., 0] = True
+    bias = modeling_linformer.mask_bias(visible, dtype) if biased else None
+    attention = model.encoder.layer[0].attention.self
+    with torch.no_grad():
+        states, _ = attention.attend(query, key, value, bias)
+        assert plain.calls == 1
+        model.set_attn_implementation("eager")
+        precise = (None if tensor is None else tensor.double() for tensor in (query, key, value, bias))
+        expected, _ = attention.attend(*precise)
+    assert plain.calls == 1
+    assert states.dtype == dtype
+    if dtype == torch.bfloat16:
+        error = (states - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+        assert error < TOLERANCE["bfloat16_relative_rms"]
+    else:
+        assert difference(states, expected) < TOLERANCE[str(dtype).removeprefix("torch.")]
+
+
+@pytest.mark.parametrize("overrides", [{}, WINDOW], ids=["plain", "window"])
+def test_plain_products_are_for_inference_over_few_keys_alone(overrides, monkeypatch):
+    plain, model, ids = PlainProducts(monkeypatch), build(**overrides), random_ids(2, 61)
+    model(ids)
+    with torch.no_grad():
+        model.train()(ids)
+    assert plain.calls == 0
+    with torch.inference_mode():
+        model.eval()(ids)
+    assert plain.calls == (4 if overrides else 2)  # with a window, those of the global tokens as well
+    monkeypatch.setattr(modeling_linformer, "CHUNK", 6)
+    with torch.inference_mode():
+        model(ids)
+    assert plain.calls == (4 if overrides else 2)
+
+
+def test_attention_drops_out_in_training_without_gradients():
+    model, ids = build(attention_probs_dropout_prob=0.5), random_ids(2, 61)
+    with torch.no_grad():
+        expected = model(ids)[0]
+        assert torch.equal(model(ids)[0], expected)
+        first, second = (model.train()(ids)[0] for _ in range(2))
+    assert difference(first, second) > 1e-2
+    assert difference(first, expected) > 1e-2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["linear", "random"]
@@ -794,21 +844,6 @@ def test_dropout_of_windows_is_attention_dropout(implementation):
     assert error.abs().max() < 5
 
 
-def test_a_window_costs_little_more_than_a_longer_projection():
-    costs = []
-    for overrides in (
-        {"projected_length": 128},
-        {"projected_length": 64, "local_attention_window": 64, "num_global_tokens": 1},
-    ):
-        sizes = {"num_hidden_layers": 1, "max_position_embeddings": 16384, "projection_type": "mean_pooling"}
-        with torch.device("meta"):
-            model = LinformerModel(linformer_hf.LinformerConfig(**sizes, **overrides)).eval()
-            with FlopCounterMode(display=False) as cost, torch.no_grad():
-                model(inputs_embeds=torch.zeros(1, 16384, 768))
-        costs.append(cost.get_total_flops())
-    assert costs[1] < 1.25 * costs[0]
-
-
 @every_windowed
 def test_windows_have_no_weights_but_norms(overrides):
     model = build(**overrides)
@@ -850,6 +885,109 @@ def test_masked_lm_head():
     expected = reference.linear(states, weights, "lm_head.decoder")
     assert difference(output.logits, expected) < TOLERANCE["float32"]
     assert difference(output.loss, F.cross_entropy(expected.flatten(0, 1), inputs["labels"].flatten())) < 1e-5
+
+
+def cross_entropy(logits, labels, vocab_size, **options):
+    """Transformers' loss of masked LMs in the precision of the logits; its own is in float32."""
+    return fixed_cross_entropy(logits.view(-1, vocab_size), labels.view(-1), **options)
+
+
+def losses_of_both_heads(dtype=torch.float32, use=lambda model: model, **inputs):
+    """Outputs and gradients in training of the labelled tokens alone, and of the full head."""
+    outputs, gradients = [], []
+    for sparse_prediction in (True, False):
+        model = build("LinformerForMaskedLM", sparse_prediction=sparse_prediction).to(dtype).train()
+        if dtype == torch.float64:
+            model.loss_function = cross_entropy
+        outputs.append(use(model)(**inputs))
+        outputs[-1].loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    return outputs, gradients
+
+
+def masked_lm_labels(kind, ids, mask, ignore_index=-100):
+    labelled = mask.bool() if kind == "all" else (ids % 3 == 0) & mask.bool()
+    labelled &= torch.tensor(kind != "none")
+    return ids.masked_fill(~labelled, ignore_index)
+
+
+@pytest.mark.parametrize("chunk", [2048, 16])
+@pytest.mark.parametrize("kind", ["some", "all"])
+@pytest.mark.parametrize("layout", [None, "holes"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_items_in_batch": 71}, {"num_items_in_batch": torch.tensor(71)}, {"ignore_index": 1}],
+    ids=["mean", "int", "tensor", "ignore_index"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_labelled_tokens_alone_give_the_loss_and_gradients_of_the_full_head(
+    dtype, options, layout, kind, chunk, monkeypatch
+):
+    monkeypatch.setattr(modeling_linformer, "CHUNK", chunk)
+    ids, mask = padded(3, 61, layout) if layout else (random_ids(3, 61), torch.ones(3, 61, dtype=torch.long))
+    labels = masked_lm_labels(kind, ids, mask, options.get("ignore_index", -100))
+    assert (labels == ids).sum() > 16
+    outputs, gradients = losses_of_both_heads(dtype, input_ids=ids, attention_mask=mask, labels=labels, **options)
+    assert outputs[0].logits is None
+    assert outputs[1].logits.shape == (3, 61, 53)
+    tolerance = TOLERANCE[str(dtype).removeprefix("torch.")]
+    assert difference(*(output.loss for output in outputs)) < tolerance
+    assert max(difference(gradients[0][name], gradients[1][name]) for name in gradients[0]) < tolerance
+
+
+@pytest.mark.parametrize("options", [{}, {"num_items_in_batch": 71}], ids=["mean", "sum"])
+def test_a_batch_without_labelled_tokens_is_that_of_the_full_head(options):
+    ids, mask = padded(3, 61, "holes")
+    labels = masked_lm_labels("none", ids, mask)
+    outputs, gradients = losses_of_both_heads(input_ids=ids, attention_mask=mask, labels=labels, **options)
+    expected = torch.tensor(0.0 if options else float("nan"))
+    for output, gradient in zip(outputs, gradients, strict=True):
+        assert torch.equal(output.loss.isnan(), expected.isnan())
+        assert output.loss.nan_to_num() == 0
+        assert [name for name, value in gradient.items() if value is None] == []
+        if options:
+            assert [name for name, value in gradient.items() if value.any()] == []
+
+
+@pytest.mark.parametrize(("sparse_prediction", "chunk"), [(True, 40), (True, 2048), (False, 40)])
+def test_logits_exist_for_one_chunk_of_labelled_tokens_at_a_time(sparse_prediction, chunk, monkeypatch):
+    monkeypatch.setattr(modeling_linformer, "CHUNK", chunk)
+    model = build("LinformerForMaskedLM", sparse_prediction=sparse_prediction).train()
+    ids, mask = padded(3, 61, "holes")
+    labels = masked_lm_labels("all", ids, mask)
+    with Operations() as operations:
+        model(ids, mask, labels=labels).loss.backward()
+    rows = max(math.prod(shape[:-1]) for shape in operations.made if shape[-1:] == (53,))
+    assert rows == (min(chunk, mask.sum().item()) if sparse_prediction else 3 * 61)
+
+
+def test_logits_of_all_tokens_without_labels_and_in_evaluation():
+    model, inputs = build("LinformerForMaskedLM"), example("LinformerForMaskedLM")
+    evaluated = model(**inputs)
+    assert evaluated.logits.shape == (4, 23, 53)
+    model.train()
+    trained = model(**inputs)
+    assert trained.logits is None
+    assert difference(trained.loss, evaluated.loss) < TOLERANCE["float32"]
+    del inputs["labels"]
+    unlabelled = model(**inputs)
+    assert unlabelled.loss is None
+    assert difference(unlabelled.logits, evaluated.logits) < TOLERANCE["float32"]
+
+
+def test_a_compiled_model_uses_the_full_head():
+    torch._dynamo.reset()
+    inputs = example("LinformerForMaskedLM", seq_len=61)
+
+    def compiled(model):
+        return torch.compile(model, fullgraph=True, backend="eager")
+
+    outputs, gradients = losses_of_both_heads(use=compiled, **inputs)
+    (eager, _), (eager_gradients, _) = losses_of_both_heads(**inputs)
+    assert [output.logits.shape for output in outputs] == [(4, 61, 53)] * 2
+    assert difference(outputs[0].loss, eager.loss) < TOLERANCE["float32"]
+    assert max(difference(gradients[0][name], eager_gradients[name]) for name in gradients[0]) < TOLERANCE["float32"]
+    torch._dynamo.reset()
 
 
 def first_real(states, mask):
@@ -1424,64 +1562,6 @@ def test_an_exported_graph_is_right_at_other_lengths(overrides):
         ids, mask = random_ids(batch, length), mask_of("holes", batch, length)
         logits, expected = program(ids, mask), model(ids, mask).logits
         assert difference(logits[mask.bool()], expected[mask.bool()]) < TOLERANCE["float32"], length
-
-
-class LargestTensor(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.numel, self.where = 0, None
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for value in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(value, torch.Tensor):
-                size = value.untyped_storage().nbytes() // value.element_size()
-                if size > self.numel:
-                    self.numel, self.where = size, (function, value.shape)
-        return result
-
-
-def widest(config):
-    """Numbers that the largest tensor may hold for each token."""
-    window, heads = config.local_attention_window, config.num_attention_heads
-    seen = 3 * window + config.num_global_tokens + config.projected_length
-    keys_of_blocks = -(-seen // window) * config.hidden_size if window else 0
-    return max(2 * config.hidden_size, config.intermediate_size, heads * seen, keys_of_blocks)
-
-
-@every_variant
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("masked", [True, False])
-def test_nothing_grows_faster_than_the_input(overrides, implementation, masked):
-    sizes, costs = [], []
-    for length in (512, 2048):
-        model = build(**one_layer(overrides), max_position_embeddings=length)
-        model.set_attn_implementation(implementation)
-        ids = random_ids(2, length)
-        mask = mask_of("right", 2, length) if masked else None
-        with FlopCounterMode(display=False) as cost, LargestTensor() as largest:
-            model(ids, mask)[0].square().mean().backward()
-        sizes.append(largest)
-        costs.append(cost.get_total_flops())
-    assert sizes[1].numel <= 4.05 * sizes[0].numel, (sizes[0].where, sizes[1].where)
-    assert 3.5 * costs[0] < costs[1] <= 4.05 * costs[0]
-    assert sizes[1].numel <= 2.05 * 2048 * widest(model.config), sizes[1].where  # the last block is filled up
-
-
-@pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize("overrides", [{}, {"norm_first": True}, *WINDOWED[:4], NO_SLOTS], ids=variant_name)
-def test_long_inputs_are_taken_in_parts(overrides, masked, monkeypatch):
-    model = build(max_position_embeddings=512, num_hidden_layers=1, intermediate_size=200, **overrides)
-    model.set_attn_implementation("eager")
-    ids, mask = padded(3, 501, "holes") if masked else (random_ids(3, 501), None)
-    expected = model(ids, mask, output_attentions=True)
-    monkeypatch.setattr("linformer_hf.modeling_linformer.CHUNK", 128)
-    with torch.no_grad(), LargestTensor() as largest:
-        assert difference(model(ids, mask)[0], expected[0]) < TOLERANCE["float32"]
-    assert largest.numel <= 3 * 512 * max(2 * TINY["hidden_size"], widest(model.config) if overrides else 0)
-    with torch.no_grad():
-        attentions = model(ids, mask, output_attentions=True).attentions
-    assert difference(attentions[0], expected.attentions[0]) < TOLERANCE["float32"]
 
 
 def test_k_of_a_convolution_is_what_its_stride_gives():

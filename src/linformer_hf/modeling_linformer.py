@@ -235,12 +235,13 @@ def cpu_attention_forward(
     scaling: float,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """As sdpa, for inference on a CPU: with few keys, plain products of some queries at a time take two thirds."""
-    key, outputs = (key * scaling).transpose(2, 3), []
+    """As sdpa, for inference on a CPU: with few keys, plain products take two thirds of its time."""
+    key, value, outputs = key.contiguous().transpose(2, 3), value.contiguous(), []
     for queries in [query] if is_tracing(query) else query.split(CHUNK // 2, dim=2):
+        queries = torch.mul(queries, scaling, out=queries.new_empty(queries.shape))  # contiguous, as products need it
         scores = torch.matmul(queries, key)
         if attention_mask is not None:  # its rows are alike
-            scores = scores + attention_mask[:, :, : queries.shape[2]]
+            scores += attention_mask[:, :, : queries.shape[2]]
         outputs.append(torch.matmul(scores.softmax(dim=-1), value).transpose(1, 2))
     return torch.cat(outputs, dim=1), None
 
@@ -383,7 +384,7 @@ class LinformerSelfAttention(nn.Module):
             blocks.sees(blocks.fold(states, margin=blocks.reach), more)
             for states, more in zip((keys, values), everywhere, strict=True)
         )
-        parts = blocks.parts(-(-CHUNK // blocks.size) if in_chunks(tokens) else None, batch_size, padding)
+        parts = blocks.parts(-(-CHUNK // 2 // blocks.size) if in_chunks(tokens) else None, batch_size, padding)
         outputs, probabilities = [], []
         for part in parts:
             folded = queries[part].shape[:-2]
@@ -435,7 +436,7 @@ class LinformerSelfAttention(nn.Module):
                 )
             bias = bias.to(query.dtype).expand(-1, -1, query.shape[1], -1)
         sdpa = attention_interface is ALL_ATTENTION_FUNCTIONS["sdpa"]
-        if sdpa and in_cpu_inference(query) and not (self.training or self.window):
+        if sdpa and in_cpu_inference(query) and not self.training and key.shape[1] <= CHUNK:
             attention_interface = cpu_attention_forward
         output, probabilities = attention_interface(
             self,
