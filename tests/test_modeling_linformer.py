@@ -1503,10 +1503,8 @@ def test_compiling_is_eager_and_is_done_at_most_three_times(overrides, masked):
         ids = random_ids(batch, length)
         mask = mask_of("holes", batch, length) if masked else None
         with torch.no_grad():
-            states, expected = compiled(ids, mask)[0], model(ids, mask)[0]
-        if masked:
-            states, expected = states[mask.bool()], expected[mask.bool()]
-        assert difference(states, expected) < TOLERANCE["float32"]
+            # at padding, too
+            assert difference(compiled(ids, mask)[0], model(ids, mask)[0]) < TOLERANCE["float32"]
     assert 1 <= backend.frames <= 3
     torch._dynamo.reset()
 
@@ -1518,8 +1516,7 @@ def test_compiling_each_sharing(sharing):
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
     for length in COMPILE_LENGTHS:
         ids, mask = random_ids(2, length), mask_of("right", 2, length)
-        states, expected = (one(ids, mask)[0][mask.bool()] for one in (compiled, model))
-        assert difference(states, expected) < TOLERANCE["float32"]
+        assert difference(compiled(ids, mask)[0], model(ids, mask)[0]) < TOLERANCE["float32"]
     assert 1 <= backend.frames <= 3
     torch._dynamo.reset()
 
@@ -1560,8 +1557,7 @@ def test_an_exported_graph_is_right_at_other_lengths(overrides):
     ).module()
     for batch, length in ((3, 29), (5, 61), (2, 4), (4, 8)):
         ids, mask = random_ids(batch, length), mask_of("holes", batch, length)
-        logits, expected = program(ids, mask), model(ids, mask).logits
-        assert difference(logits[mask.bool()], expected[mask.bool()]) < TOLERANCE["float32"], length
+        assert difference(program(ids, mask), model(ids, mask).logits) < TOLERANCE["float32"], length
 
 
 def test_k_of_a_convolution_is_what_its_stride_gives():

@@ -107,12 +107,13 @@ def of_real_tokens(
 ) -> torch.Tensor:
     """What `layer` gives for the real tokens of (b, n, c), in their places or in front of their rows.
 
-    Padding costs no work, but where a graph is traced; its outputs are finite, and 0 behind real tokens in front.
+    The outputs of padding are 0. It costs no work, but where a graph is traced.
     """
     if padding is None:
         return layer(*states)
     if padding.rows is None:
-        return padding.gather(layer(*states)) if in_front else layer(*states)
+        outputs = layer(*states)
+        return padding.gather(outputs) if in_front else torch.where(padding.tokens[..., None], outputs, 0.0)
     outputs = layer(*(state.flatten(0, 1)[padding.rows[0]] for state in states))
     return padding.spread(outputs, padding.rows[in_front])
 

@@ -56,6 +56,11 @@ class Padding(NamedTuple):
         rows = None if is_tracing(mask) else (mask.flatten().nonzero()[:, 0], real.flatten().nonzero()[:, 0])
         return cls(order, place, real, lengths, rows)
 
+    @property
+    def tokens(self) -> torch.Tensor:
+        """The mask (b, n) as bool, True at real tokens."""
+        return self.place < self.lengths
+
     def spread(self, states: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """(b, n, ...) with the states of real tokens (real tokens, ...) at these rows of b·n, and zeros elsewhere."""
         everywhere = states.new_zeros(self.real.numel(), *states.shape[1:])
