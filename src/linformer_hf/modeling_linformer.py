@@ -114,7 +114,7 @@ def of_real_tokens(
     if padding.rows is None:
         outputs = layer(*states)
         return padding.gather(outputs) if in_front else torch.where(padding.tokens[..., None], outputs, 0.0)
-    outputs = layer(*(state.flatten(0, 1)[padding.rows[0]] for state in states))
+    outputs = layer(*(state.flatten(0, 1).index_select(0, padding.rows[0]) for state in states))
     return padding.spread(outputs, padding.rows[in_front])
 
 

@@ -69,7 +69,7 @@ class Padding(NamedTuple):
     def gather(self, states: torch.Tensor) -> torch.Tensor:
         """Moves the real tokens of (b, n, c) to the front of their rows, in order, and zeros behind them."""
         if self.rows is not None:
-            return self.spread(states.flatten(0, 1)[self.rows[0]], self.rows[1])
+            return self.spread(states.flatten(0, 1).index_select(0, self.rows[0]), self.rows[1])
         index = self.order[..., None].expand(states.shape)
         # `where` and not a product: the padding may hold NaN or inf
         return torch.where(self.real[..., None], states.gather(1, index), 0.0)
@@ -77,7 +77,7 @@ class Padding(NamedTuple):
     def scatter(self, states: torch.Tensor) -> torch.Tensor:
         """Moves the real tokens of (b, n, ...) back to where `gather` took them from."""
         if self.rows is not None:
-            return self.spread(states.flatten(0, 1)[self.rows[1]], self.rows[0])
+            return self.spread(states.flatten(0, 1).index_select(0, self.rows[1]), self.rows[0])
         index = self.place.view(*self.place.shape, *[1] * (states.dim() - 2))
         return states.gather(1, index.expand(states.shape))
 
