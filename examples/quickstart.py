@@ -54,7 +54,7 @@ class Arguments:
     projected_length: int = field(default=64, metadata={"help": "k of the Linformer."})
     local_attention_window: int = field(default=64, metadata={"help": "w of the Linformer; 0 for none."})
     max_seq_length: int = field(default=64, metadata={"help": "Tokens per text."})
-    pretraining_steps: int = field(default=100, metadata={"help": "Masked-LM steps."})
+    pretraining_steps: int = field(default=80, metadata={"help": "Masked-LM steps."})
     num_train_epochs: float = field(default=1.0, metadata={"help": "Passes over the topics' training texts."})
     batch_size: int = field(default=32, metadata={"help": "Texts per step."})
     pretraining_learning_rate: float = field(default=1e-3, metadata={"help": "Highest one of the masked-LM steps."})

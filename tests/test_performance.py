@@ -10,6 +10,7 @@ from conftest import (
     SHARINGS,
     TOLERANCE,
     TYPES,
+    VARIANTS,
     WINDOW,
     WINDOWED,
     Operations,
@@ -175,6 +176,17 @@ def test_a_layer_takes_so_many_operations_and_large_tensors(row, masked):
     operations, large = (after - before for before, after in zip(*counts, strict=True))
     assert operations == expected[masked][0]
     assert large <= expected[masked][1]
+
+
+@pytest.mark.parametrize(
+    "overrides", [*VARIANTS, {"projection_type": "mean_pooling", "local_attention_window": 61}], ids=variant_name
+)
+def test_gradients_of_padded_batches_are_not_summed_one_by_one(overrides):
+    model, (ids, mask) = build(**overrides), padded(4, 61, "holes")
+    with Operations() as operations:
+        model(ids, mask)[0].sum().backward()
+    # the gradient of an indexed tensor; on CPUs it is many times slower than that of `index_select`
+    assert not [name for name in operations.kernels if "index_put" in name]
 
 
 def widest(config):

@@ -187,8 +187,9 @@ class Blocks(NamedTuple):
             starts = torch.arange(self.num_blocks, device=padding.lengths.device) * self.size
             # rows without tokens keep a block: attention of nothing is an error
             rows, blocks = (starts < padding.lengths.clamp(min=1)).nonzero(as_tuple=True)
-            step = step or len(rows)
-            return list(zip(rows.split(step), blocks.split(step), strict=True))
+            if len(rows) < batch_size * self.num_blocks:
+                step = step or len(rows)
+                return list(zip(rows.split(step), blocks.split(step), strict=True))
         if step is None:
             return [(slice(None), slice(None))]
         step = -(-step // batch_size)
